@@ -107,6 +107,7 @@ def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Ca
 
 
 def _launch_on_hosts(context: click.Context, where: Where, **flags: Any) -> int:
+    from fleet_train.cluster.store.access import SECRET_FILE
     from fleet_train.hosts.job import Command as OnHosts
     from fleet_train.hosts.job import launch
     from fleet_train.launch.prepare import check_program
@@ -116,6 +117,8 @@ def _launch_on_hosts(context: click.Context, where: Where, **flags: Any) -> int:
         check_program(request)
     files = [each for each in (request.command[0], request.strategy or "") if Path(each).is_file()]
     command = OnHosts("launch", words(context, without={"log_dir", "job_secret_file"}), tuple(files))
+    if request.secret_file is not None:
+        os.environ[SECRET_FILE] = str(request.secret_file)
     faults = request.faults
     needed = faults.min_nodes if faults.min_nodes and faults.max_restarts else len(where.hosts)
     return launch(command, where, request.log_dir, faults.grace_seconds, needed, flags["dry_run"])

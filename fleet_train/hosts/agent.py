@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -223,6 +224,8 @@ def digest_of(name: str) -> str:
 
 def address_towards(address: str) -> str:
     """This machine's address on the route to another one; empty without a route. Nothing is sent."""
+    if not address:
+        return ""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))
@@ -235,5 +238,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what ends with it is told by the connection
     try:
         Agent().serve()
-    finally:
-        os._exit(0)
+    except Exception:
+        traceback.print_exc()
+    os._exit(0)  # whatever its threads wait for

@@ -77,7 +77,8 @@ def problems_of_addresses(names: Sequence[str], addresses: Sequence[str]) -> dic
     return problems
 
 
-def exit_code(codes: Sequence[int], lost: int) -> int:
-    """That of the job, from those of launchers in the order of their ends: the first failure; ``lost`` without one."""
+def exit_code(codes: Sequence[int], needed: int) -> int:
+    """That of the job, from those of its commands in the order of their ends: the first failure, unless as many as are
+    needed have succeeded."""
     failures = [code if code > 0 else 128 - code for code in codes if code]
-    return failures[0] if failures else lost
+    return failures[0] if failures and len(codes) - len(failures) < max(1, needed) else 0

@@ -84,6 +84,17 @@ def is_here(settings: Mapping[str, str], addresses: Iterable[str], user: str) ->
     return is_local(address, addresses) and (not is_loopback(address) or settings.get("port", "22") == "22")
 
 
+def why_not_connected(code: int, words: str, interpreter: str, typed: str) -> str:
+    """Why ssh has ended with this exit code and these last words, and the fix. ``typed``: ssh as a user types it."""
+    if code in (126, 127):
+        return f"there is no {interpreter}: install the same Python environment at the same path as here"
+    if "Host key verification failed" in words:
+        return f"its key is not known here, or has changed: connect once with {typed}, and compare the fingerprint"
+    if "Permission denied" in words:
+        return f"ssh cannot log in without a password ({words}): {typed.replace('ssh', 'ssh-copy-id', 1)}"
+    return f"ssh cannot connect: {words or f'exit code {code}'}; try {typed}"
+
+
 class Connection:
     """To a host's agent. Its messages, and the end of the connection, become events."""
 
@@ -91,6 +102,7 @@ class Connection:
         self.host, self.here = host, here
         self.is_open = True
         self._index, self._events = index, events
+        self._typed = shlex.join([*_ssh(config)[:1], *_ssh(config)[2:], host.destination])
         self._last_words: deque[str] = deque(maxlen=_LAST_LINES)
         self._greeted = False
         self._heard_at = time.monotonic()
@@ -152,13 +164,7 @@ class Connection:
             return f"nothing was heard for {SILENCE_SECONDS:g} s"
         if self._greeted:
             return f"the connection has ended{f': {words}' if words else ''}"
-        if code in (126, 127):
-            return f"there is no {sys.executable}: install the same Python environment at the same path as here"
-        if "Host key verification failed" in words:
-            return f"its key is not known: connect once with ssh {self.host.destination}, and compare the fingerprint"
-        if "Permission denied" in words:
-            return f"ssh may not log in without a password ({words}): ssh-copy-id {self.host.destination}"
-        return f"ssh cannot connect: {words or f'exit code {code}'}; try ssh {self.host.destination}"
+        return why_not_connected(code, words, sys.executable, self._typed)
 
     def close(self) -> None:
         """The agent ends what it runs, and itself."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fleet_train.hosts import checks
 from fleet_train.hosts.entries import Host, node_flags
 from fleet_train.hosts.output import Lines, LogFiles
 from fleet_train.hosts.session import Session, environment_for
@@ -98,6 +99,8 @@ def launch(command: Command, where: Where, log_dir: Path, stop_seconds: float, n
         show_to = _Show(where.hosts, None if dry_run else log_dir)
         with contextlib.closing(show_to):
             if dry_run:
+                names = sorted(checks.passed_on(os.environ))
+                show_lines(f"variables that every host gets from here: {', '.join(names)}; and a secret of the job")
                 return session.run(commands, show_to, 0, _LAUNCH_PATIENCE_SECONDS)
             logger.info(f"{len(where.hosts)} hosts; their logs come to {log_dir}/HOST")
             with tempfile.NamedTemporaryFile(dir=log_dir, prefix=".hosts-") as marker:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
+
+from fleet_train.log import logger
 
 _ENDS = re.compile(rb"(?<=[\n\r])(?<!\r(?=\n))")
 
@@ -32,20 +32,22 @@ class Lines:
 
 
 class LogFiles:
-    """A host's log files in a folder here. The first one that cannot be written ends it."""
+    """A host's log files in a folder here. The first problem with writing them is reported."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self._folder = folder
+        self._reported = False
 
-    def write(self, log: str, at: int, data: str) -> None:
-        if "/" in log or log.startswith("."):
+    def write(self, name: str, at: int, data: str) -> None:
+        """A piece of a file, which has ``at`` bytes before it."""
+        if "/" in name or name.startswith("."):
             return
-        with suppress(OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with (self.folder / log).open("r+b" if at else "wb") as file:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with (self._folder / name).open("r+b" if at else "wb") as file:
                 file.seek(at)
                 file.write(base64.b64decode(data))
-
-
-def is_log(message: dict[str, Any]) -> bool:
-    return message.keys() == {"log", "at", "data"}
+        except OSError as error:
+            if not self._reported:
+                logger.warning(f"{self._folder / name} cannot be written: {error.strerror}; logs here are incomplete")
+            self._reported = True

@@ -126,7 +126,10 @@ class Session:
 
     def addresses(self, found: Mapping[int, Mapping[str, Any]]) -> list[str]:
         """Each host's own address on the route to the others. Raises ClusterError."""
-        reached = [checks.reachable(found[index]["address"]) for index in range(len(self.hosts))]
+        reached = [
+            "" if each.here else checks.reachable(found[index]["address"])
+            for index, each in enumerate(self._connections)
+        ]
         addresses = reached
         if len(self.hosts) > 1:
             # Twice: a host that ssh has not reached by a usable address learns its own from its route to the others.
@@ -218,6 +221,8 @@ class Session:
                         "marker": str(marker) if marker is not None else "",
                     }
                 )
+            for index in set(range(len(self.hosts))) - self.open:
+                run.on(index, None)
             while not run.is_over:
                 index, message = self._next()
                 run.on(index, message)
@@ -258,7 +263,7 @@ class _Run:
     def __init__(self, session: Session, sink: Sink, needed: int, patience_seconds: float) -> None:
         self._session, self._sink, self._needed = session, sink, needed
         self._patience_seconds = patience_seconds
-        self._running = session.open
+        self._running = set(range(len(session.hosts))) if needed else session.open
         self._done = 0
         self._begun = False
         self._codes: list[int] = []
@@ -271,7 +276,7 @@ class _Run:
 
     @property
     def exit_code(self) -> int:
-        return checks.exit_code(self._codes, 0)
+        return checks.exit_code(self._codes, self._needed)
 
     def on(self, index: int, message: Mapping[str, Any] | None) -> None:
         if message is None:

@@ -29,7 +29,8 @@ class VisitedHosts:
         return jobs_of([[[Stand.from_json(stand) for stand in job] for job in look[-1]] for look in looks])
 
     def rows(self) -> list[Row]:
-        return marked(dict.fromkeys(Row.from_json(row) for rows in self._ask("top") for row in rows))
+        rows = (Row.from_json(row) for host in self._ask("top") for row in host)
+        return marked({(row.job, row.rank, row.pid): row for row in rows}.values())
 
     def nobody(self) -> FleetTrainError:
         names = ", ".join(host.name for host in self._session.hosts)

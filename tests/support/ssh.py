@@ -76,7 +76,15 @@ def machines(folder: Path, number: int, before: Sequence[str] = ()) -> Iterator[
         servers = []
         for index, node in enumerate(lab.nodes):
             subprocess.run(["ip", "-n", node.namespace, "link", "set", "lo", "up"], check=True)
-            command = [str(SSHD), "-D", "-e", "-f", str(keys / "sshd_config")]
+            # It sees the processes of its own machine only.
+            command = [
+                *"unshare --pid --fork --kill-child --mount-proc --".split(),
+                str(SSHD),
+                "-D",
+                "-e",
+                "-f",
+                str(keys / "sshd_config"),
+            ]
             extra = before[index] if index < len(before) else "true"
             with (folder / f"sshd{index + 1}.log").open("w") as log:
                 servers.append(
@@ -92,7 +100,7 @@ def machines(folder: Path, number: int, before: Sequence[str] = ()) -> Iterator[
             yield Machines(lab, config, work, disks)
         finally:
             for server in servers:
-                server.terminate()
+                server.kill()  # and with it, all processes of its machine
                 server.wait()
 
 

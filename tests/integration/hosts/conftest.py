@@ -24,16 +24,20 @@ class Desk:
         for index in disks or range(len(self.machines.disks)):
             write_script(script, self.machines.disks[index], "train.py")
 
-    def type(self, command: str, *words: str, hosts: str = "pc1,pc2,pc3", at: int = 0, **variables: str) -> Started:
+    def type(
+        self, command: str, *words: str, hosts: str = "pc1,pc2,pc3", at: int = 0, name: str = "", **variables: str
+    ) -> Started:
         typed = python("-m", "fleet_train", command, f"--hosts={hosts}", f"--ssh_config={self.machines.config}", *words)
-        return self.job.start(command, self.machines.on(at, typed), clean_environ(variables), cwd=self.machines.work)
+        return self.job.start(
+            name or command, self.machines.on(at, typed), clean_environ(variables), cwd=self.machines.work
+        )
 
     def run(
         self, command: str, *words: str, hosts: str = "pc1,pc2,pc3", at: int = 0, **variables: str
     ) -> tuple[int, str]:
         """(exit code, output) of a command that leaves nothing behind."""
         self.type(command, *words, hosts=hosts, at=at, **variables)
-        (ended,) = self.job.wait(90)
+        ended = self.job.wait(90)[-1]
         assert not ended.killed, ended.output
         self.all_end_within(5)
         return ended.exit_code, ended.output
@@ -63,7 +67,7 @@ def _commands(pids: Sequence[int]) -> Iterator[str]:
         try:
             process = psutil.Process(pid)
             words = process.cmdline()
-            if words and process.status() != psutil.STATUS_ZOMBIE and "sshd" not in words[0]:
+            if words and process.status() != psutil.STATUS_ZOMBIE and words[0] != "unshare" and "sshd" not in words[0]:
                 yield " ".join(words)[:200]
         except psutil.Error:
             pass
