@@ -47,7 +47,7 @@ class Agent:
     def serve(self) -> None:
         """Until the connection ends; nothing that it has started runs then."""
         self._in_thread(self._beat)
-        for message in _messages():
+        for message in messages_from(0):
             if "look" in message:
                 self._in_thread(self._look, **message["look"])
             elif "towards" in message:
@@ -199,12 +199,12 @@ class Logs:
             self._sent[name] = (about.st_ino, at, about.st_mtime_ns)
 
 
-def _messages() -> Iterator[dict[str, Any]]:
+def messages_from(descriptor: int) -> Iterator[dict[str, Any]]:
     """What arrives, until the connection ends or is silent."""
     rest = b""
-    while select.select([0], [], [], SILENCE_SECONDS)[0]:
+    while select.select([descriptor], [], [], SILENCE_SECONDS)[0]:
         try:
-            piece = os.read(0, _PIECE_BYTES)
+            piece = os.read(descriptor, _PIECE_BYTES)
         except OSError:
             return
         if not piece:

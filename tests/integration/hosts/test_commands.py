@@ -44,7 +44,9 @@ def test_stacks_and_top_show_the_ranks_of_all_hosts(desk: Desk) -> None:
     assert ": 2 of 2 ranks\n" in top.output
     assert [row["rank"] for row in json.loads(as_json.output)] == [0, 1]
     assert "fleet_train: 10.78.0.99 is left out: ssh cannot connect: " in stacks.output
-    assert re.findall(r"^rank (.) stands in train.py:1[47] .* \(process", stacks.output, re.M) == ["0", "1"], stacks.output
+    assert re.findall(r"^rank (.) stands in train.py:1[47] .* \(process", stacks.output, re.M) == ["0", "1"], (
+        stacks.output
+    )
     started.process.send_signal(signal.SIGTERM)
     assert started.process.wait(60) == 143, started.output
     desk.all_end_within(5)
