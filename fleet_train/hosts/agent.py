@@ -51,7 +51,7 @@ class Agent:
             if "look" in message:
                 self._in_thread(self._look, **message["look"])
             elif "towards" in message:
-                self._in_thread(self._say, towards=[address_towards(each) for each in message["towards"]])
+                self._in_thread(self._say, found=[address_towards(each) for each in message["towards"]])
             elif "run" in message:
                 self._run(**message["run"])
             elif "signal" in message:

@@ -65,15 +65,17 @@ def own_address(reached: str, towards: Sequence[str]) -> str:
     return Counter(routes).most_common(1)[0][0]
 
 
-def problems_of_addresses(names: Sequence[str], addresses: Sequence[str]) -> dict[str, str]:
-    """Host -> why it has no address of its own."""
+def problems_of_addresses(names: Sequence[str], addresses: Sequence[str]) -> dict[int, list[str]]:
+    """By host, why it has no address of its own."""
     problems = {}
-    for name, address in zip(names, addresses, strict=True):
-        same = [other for other, its in zip(names, addresses, strict=True) if its == address and other != name]
+    for index, address in enumerate(addresses):
+        same = [name for other, name in enumerate(names) if addresses[other] == address and other != index]
         if not address:
-            problems[name] = "has no IPv4 address on a route to the other hosts; the hosts of a job need one each"
+            problems[index] = ["has no IPv4 address on a route to the other hosts; the hosts of a job need one each"]
         elif same:
-            problems[name] = f"has the address {address}, as {', '.join(same)} has: are they one machine? List it once"
+            problems[index] = [
+                f"has the address {address}, as {', '.join(same)} has: are they one machine? List it once"
+            ]
     return problems
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import json
 import queue
 import shlex
@@ -23,10 +22,9 @@ from fleet_train.hosts.agent import HELLO, SILENCE_SECONDS
 from fleet_train.hosts.entries import Host
 from fleet_train.launch.processes import dying_with_us
 
-CONNECT_SECONDS = 10
 _SSH_OPTIONS = (
     "BatchMode=yes",
-    f"ConnectTimeout={CONNECT_SECONDS}",
+    "ConnectTimeout=10",
     "ServerAliveInterval=5",
     "ServerAliveCountMax=4",
     "ClearAllForwardings=yes",
@@ -104,7 +102,7 @@ class Connection:
         self._index, self._events = index, events
         self._typed = shlex.join([*_ssh(config)[:1], *_ssh(config)[2:], host.destination])
         self._last_words: deque[str] = deque(maxlen=_LAST_LINES)
-        self._greeted = False
+        self.has_greeted = self._is_silent = False
         self._heard_at = time.monotonic()
         source = Path(agent.__file__).read_text()
         self._popen = subprocess.Popen(
@@ -129,8 +127,8 @@ class Connection:
             with contextlib.suppress(ValueError):  # a login shell's own output may come first
                 message = json.loads(line)
             if isinstance(message, dict):
-                self._greeted = self._greeted or message.get("hello") == HELLO
-                if self._greeted:
+                self.has_greeted = self.has_greeted or message.get("hello") == HELLO
+                if self.has_greeted:
                     self._events.put((self._index, message))
         self._popen.wait()
         self._words.join(_CLOSE_SECONDS)
@@ -150,19 +148,19 @@ class Connection:
             self._stdin.flush()
 
     def beat(self) -> None:
-        if self._greeted:
+        """Say that this end is alive; kill a connection of which nothing is heard."""
+        if self.has_greeted:
             self.send()
-
-    @property
-    def is_silent(self) -> bool:
-        return self._greeted and time.monotonic() - self._heard_at > SILENCE_SECONDS
+            self._is_silent = time.monotonic() - self._heard_at > SILENCE_SECONDS
+        if self._is_silent:
+            self._popen.kill()
 
     def why_ended(self) -> str:
         """With the fix, where it is known."""
         words, code = " / ".join(self._last_words), self._popen.returncode
-        if self.is_silent:
+        if self._is_silent:
             return f"nothing was heard for {SILENCE_SECONDS:g} s"
-        if self._greeted:
+        if self.has_greeted:
             return f"the connection has ended{f': {words}' if words else ''}"
         return why_not_connected(code, words, sys.executable, self._typed)
 
@@ -171,14 +169,10 @@ class Connection:
         with contextlib.suppress(OSError, ValueError):
             self._stdin.close()
 
-    def kill(self) -> None:
-        self._popen.kill()
-
-    def wait(self, seconds: float) -> bool:
-        with contextlib.suppress(subprocess.TimeoutExpired):
+    def end(self, seconds: float) -> None:
+        """It has ended afterwards, by itself or killed after so long."""
+        try:
             self._popen.wait(seconds)
-        return self._popen.returncode is not None
-
-
-def own_user() -> str:
-    return getpass.getuser()
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()

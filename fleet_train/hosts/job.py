@@ -7,17 +7,17 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fleet_train.hosts import checks
 from fleet_train.hosts.entries import Host, node_flags
-from fleet_train.hosts.output import Lines, LogFiles
+from fleet_train.hosts.output import Screen
 from fleet_train.hosts.session import Session, environment_for
 from fleet_train.launch.logs import take_log_dir
-from fleet_train.launch.terminal import messages_in_order, show, show_lines
+from fleet_train.launch.terminal import messages_in_order, show_lines
 from fleet_train.log import logger
 
 _LAUNCH_PATIENCE_SECONDS, _EXAMINE_PATIENCE_SECONDS = 2.0, 60.0
@@ -44,47 +44,6 @@ class Where:
     config: Path | None = None
 
 
-class _Show:
-    """Shows what hosts write, each line after its host's name; a report that all of them make once, at the end."""
-
-    def __init__(self, hosts: Sequence[Host], folder: Path | None = None, plain: int | None = None) -> None:
-        """``plain``: the host whose standard output is shown as it is, and no other one's."""
-        width = max(len(host.name) for host in hosts)
-        self._logs = [LogFiles(folder / host.name) if folder is not None else None for host in hosts]
-        self._streams = {}
-        for index, host in enumerate(hosts):
-            prefix = f"{host.name + ':':<{width + 1}} ".encode()
-            self._streams[index, "err"] = Lines(prefix, _show_err)
-            if plain is None:
-                self._streams[index, "out"] = Lines(prefix, show)
-            elif plain == index:
-                self._streams[index, "out"] = Lines(b"", show)
-        self._reports: dict[int, str] = {}
-
-    def take(self, index: int, message: Mapping[str, Any]) -> None:
-        for kind in ("out", "err"):
-            if kind in message and (index, kind) in self._streams:
-                self._streams[index, kind].feed(message[kind].encode("latin-1"))
-        logs = self._logs[index]
-        if "log" in message and logs is not None:
-            logs.write(message["log"], message["at"], message["data"])
-        if "report" in message:
-            self._reports[index] = message["report"]
-
-    def close(self) -> None:
-        for stream in self._streams.values():
-            stream.close()
-        if self._reports:
-            message, _, table = self._reports[min(self._reports)].partition("\n")
-            logger.info(message)
-            if table:
-                show_lines(table)
-
-
-def _show_err(text: bytes) -> None:
-    show_lines(text.decode(errors="replace").replace("\r\n", "\n").rstrip("\r\n"))
-
-
 def launch(command: Command, where: Where, log_dir: Path, stop_seconds: float, needed: int, dry_run: bool) -> int:
     """A job whose nodes are the hosts; returns its exit code. Raises FleetTrainError if it cannot start."""
     with messages_in_order(), _met(command, where, stop_seconds=stop_seconds) as (session, addresses):
@@ -93,12 +52,11 @@ def launch(command: Command, where: Where, log_dir: Path, stop_seconds: float, n
             command.on(*node_flags(where.hosts, addresses, index), f"--log_dir={log_dir / host.name}")
             for index, host in enumerate(where.hosts)
         ]
-        for host, here, words in zip(where.hosts, session.is_here, commands, strict=True):
+        with contextlib.closing(Screen(where.hosts, None if dry_run else log_dir)) as show_to:
             if dry_run:
-                show_lines(f"{host.name}, {'this machine' if here else 'over ssh'}: {shlex.join(words)}")
-        show_to = _Show(where.hosts, None if dry_run else log_dir)
-        with contextlib.closing(show_to):
-            if dry_run:
+                for each, words in zip(session.connections, commands, strict=True):
+                    how = "this machine" if each.here else "over ssh"
+                    show_lines(f"{each.host.name}, {how}: {shlex.join(words)}")
                 names = sorted(checks.passed_on(os.environ))
                 show_lines(f"variables that every host gets from here: {', '.join(names)}; and a secret of the job")
                 return session.run(commands, show_to, 0, _LAUNCH_PATIENCE_SECONDS)
@@ -112,10 +70,10 @@ def examine(command: Command, where: Where, leaves: str) -> int:
     first one's standard output is shown as it is, and no other one's."""
     with messages_in_order(), _met(command, where, here_first=True) as (session, addresses):
         hosts = session.hosts
-        if leaves and not session.is_here[0]:
+        if leaves and not session.connections[0].here:
             logger.info(f"this machine is not among the hosts: {leaves} will be on {hosts[0].name}")
         commands = [command.on(*node_flags(hosts, addresses, index)) for index in range(len(hosts))]
-        with contextlib.closing(_Show(hosts, plain=0)) as show_to:
+        with contextlib.closing(Screen(hosts, plain=0)) as show_to:
             return session.run(commands, show_to, len(hosts), _EXAMINE_PATIENCE_SECONDS)
 
 

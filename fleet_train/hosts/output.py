@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from fleet_train.hosts.entries import Host
+from fleet_train.launch.terminal import show, show_lines
 from fleet_train.log import logger
 
 _ENDS = re.compile(rb"(?<=[\n\r])(?<!\r(?=\n))")
@@ -51,3 +54,44 @@ class LogFiles:
             if not self._reported:
                 logger.warning(f"{self._folder / name} cannot be written: {error.strerror}; logs here are incomplete")
             self._reported = True
+
+
+class Screen:
+    """Shows what hosts write, each line after its host's name; a report that all of them make once, at the end."""
+
+    def __init__(self, hosts: Sequence[Host], folder: Path | None = None, plain: int | None = None) -> None:
+        """``plain``: the host whose standard output is shown as it is, and no other one's."""
+        width = max(len(host.name) for host in hosts)
+        self._logs = [LogFiles(folder / host.name) if folder is not None else None for host in hosts]
+        self._streams = {}
+        for index, host in enumerate(hosts):
+            prefix = f"{host.name + ':':<{width + 1}} ".encode()
+            self._streams[index, "err"] = Lines(prefix, _show_err)
+            if plain is None:
+                self._streams[index, "out"] = Lines(prefix, show)
+            elif plain == index:
+                self._streams[index, "out"] = Lines(b"", show)
+        self._reports: dict[int, str] = {}
+
+    def take(self, index: int, message: Mapping[str, Any]) -> None:
+        for kind in ("out", "err"):
+            if kind in message and (index, kind) in self._streams:
+                self._streams[index, kind].feed(message[kind].encode("latin-1"))
+        logs = self._logs[index]
+        if "log" in message and logs is not None:
+            logs.write(message["log"], message["at"], message["data"])
+        if "report" in message:
+            self._reports[index] = message["report"]
+
+    def close(self) -> None:
+        for stream in self._streams.values():
+            stream.close()
+        if self._reports:
+            message, _, table = self._reports[min(self._reports)].partition("\n")
+            logger.info(message)
+            if table:
+                show_lines(table)
+
+
+def _show_err(text: bytes) -> None:
+    show_lines(text.decode(errors="replace").replace("\r\n", "\n").rstrip("\r\n"))

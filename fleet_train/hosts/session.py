@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
+import math
 import os
 import platform
 import queue
@@ -10,9 +12,9 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import FrameType
 from typing import Any, Protocol
 
 from fleet_train.cluster.installed import one_line
@@ -20,18 +22,19 @@ from fleet_train.cluster.network import local_addresses
 from fleet_train.cluster.store.access import SECRET, SECRET_FILE, job_secret
 from fleet_train.errors import ClusterError, WorkerFailed
 from fleet_train.hosts import checks
-from fleet_train.hosts.agent import BEAT_SECONDS, HELLO, digest_of
-from fleet_train.hosts.connection import CONNECT_SECONDS, Connection, Events, is_here, own_user, ssh_settings
+from fleet_train.hosts.agent import BEAT_SECONDS, digest_of
+from fleet_train.hosts.connection import Connection, Events, is_here, ssh_settings
 from fleet_train.hosts.entries import Host
 from fleet_train.launch.node import appended
 from fleet_train.launch.prepare import import_path_for_ranks
 from fleet_train.log import logger
 
-_LOOK_SECONDS = 60.0
+_ANSWER_SECONDS = 60.0
+"""How long a host may take to be reached and to answer: Python starts twice there."""
 _TICK_SECONDS = 0.2
-_LATER_SECONDS = 60.0
-"""How long launchers that have met have to end by themselves: they find out together what has failed."""
+_TOGETHER_SECONDS = 60.0
 _MARGIN_SECONDS = 20.0
+"""How much longer than its ranks' grace a launcher may take to end."""
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _HERE = -1
 """The index of this process in events: a signal has arrived."""
@@ -57,53 +60,36 @@ def environment_for(hosts: Sequence[Host], environ: Mapping[str, str]) -> dict[s
 
 
 class Session:
-    """As a context manager, nothing that it has started runs afterwards, here or there."""
+    """As a context manager, nothing that it has started runs afterwards, here or there. ``stop_seconds``: how long a
+    command may take to end. ``here_first``: this machine becomes the first host, if it is one."""
 
-    def __init__(
-        self, hosts: Sequence[Host], config: Path | None, stop_seconds: float = 0.0, *, here_first: bool = False
-    ) -> None:
-        self.hosts = tuple(hosts)
-        self._here_first = here_first
-        self._stop_seconds = stop_seconds + _MARGIN_SECONDS
-        self._events: Events = queue.SimpleQueue()
-        self._connections: list[Connection] = []
+    def __init__(self, hosts: Sequence[Host], config: Path | None, stop_seconds: float = 0.0, here_first: bool = False):
+        self.hosts, self._here_first = tuple(hosts), here_first
+        self.stop_seconds = stop_seconds + _MARGIN_SECONDS
+        self.connections: list[Connection] = []
         self._config = config
+        self._events: Events = queue.SimpleQueue()
         self._beaten_at = 0.0
 
     def __enter__(self) -> Session:
-        own, user = local_addresses(), own_user()
+        own, user = local_addresses(), getpass.getuser()
         here = {host: is_here(ssh_settings(host, self._config), own, user) for host in self.hosts}
         if self._here_first:
             self.hosts = tuple(sorted(self.hosts, key=lambda host: not here[host]))
-        self._connections = [
-            Connection(index, host, self._config, here[host], self._events) for index, host in enumerate(self.hosts)
-        ]
+        for index, host in enumerate(self.hosts):
+            self.connections.append(Connection(index, host, self._config, here[host], self._events))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for each in self._connections:
+    def __exit__(self, *_: object) -> None:
+        for each in self.connections:
             each.close()
-        deadline = time.monotonic() + self._stop_seconds
-        for each in self._connections:
-            if not each.wait(max(0.0, deadline - time.monotonic())):
-                each.kill()
+        deadline = time.monotonic() + self.stop_seconds
+        for each in self.connections:
+            each.end(max(0.0, deadline - time.monotonic()))
 
-    @property
-    def is_here(self) -> list[bool]:
-        return [each.here for each in self._connections]
-
-    @property
-    def open(self) -> set[int]:
-        """The hosts whose connection is open."""
-        return {index for index, each in enumerate(self._connections) if each.is_open}
-
-    # questions
-
-    def look(
-        self, files: Sequence[str], environ: Mapping[str, str], all_needed: bool = True
-    ) -> dict[int, dict[str, Any]]:
+    def look(self, files: Sequence[str], environ: Mapping[str, str], all_needed: bool = True) -> dict[int, Any]:
         """What the hosts have. Raises ClusterError that names every host that cannot take part, and why; unless some
-        can and not all are needed."""
+        can and not all are needed: then the others are left out."""
         mine = {
             "folder": os.getcwd(),
             "interpreter": sys.executable,
@@ -111,8 +97,7 @@ class Session:
             "version": one_line(),
             "files": {name: digest_of(name) for name in files},
         }
-        question = {"folder": mine["folder"], "files": list(files), "environ": dict(environ)}
-        found, problems = self._ask("hello", "found", question, "look")
+        found, problems = self._ask(look={"folder": mine["folder"], "files": list(files), "environ": dict(environ)})
         for index, answer in found.items():
             if differences := checks.problems_of(answer, mine, self.hosts[index].destination):
                 problems[index] = differences
@@ -120,53 +105,47 @@ class Session:
             self._refuse(problems)
         for index, why in problems.items():
             logger.warning(f"{self.hosts[index].name} is left out: {why[0]}")
-            self._connections[index].close()
-            self._connections[index].is_open = False
+            self.connections[index].close()
+            self.connections[index].is_open = False
         return found
 
-    def addresses(self, found: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    def addresses(self, found: Mapping[int, Any]) -> list[str]:
         """Each host's own address on the route to the others. Raises ClusterError."""
+        # Who types over ssh has a connection of his own here: it says nothing.
         reached = [
             "" if each.here else checks.reachable(found[index]["address"])
-            for index, each in enumerate(self._connections)
+            for index, each in enumerate(self.connections)
         ]
+        if len(self.hosts) == 1:
+            return reached
         addresses = reached
-        if len(self.hosts) > 1:
-            # Twice: a host that ssh has not reached by a usable address learns its own from its route to the others.
-            for _ in range(2 if "" in reached else 1):
-                routes, problems = self._ask("", "towards", addresses, "towards")
-                self._refuse(problems)
-                addresses = [
-                    checks.own_address(
-                        reached[index],
-                        [route for other, route in enumerate(routes[index]["towards"]) if other != index],
-                    )
-                    for index in range(len(self.hosts))
-                ]
-            names = [host.name for host in self.hosts]
-            wrong = checks.problems_of_addresses(names, addresses)
-            self._refuse({index: [wrong[name]] for index, name in enumerate(names) if name in wrong})
+        # Twice: a host that ssh has not reached by a usable address learns its own from its route to the others.
+        for _ in range(1 + ("" in reached)):
+            routes, problems = self._ask(towards=addresses)
+            self._refuse(problems)
+            others = [routes[index][:index] + routes[index][index + 1 :] for index in range(len(self.hosts))]
+            addresses = [checks.own_address(*each) for each in zip(reached, others, strict=True)]
+        self._refuse(checks.problems_of_addresses([host.name for host in self.hosts], addresses))
         return addresses
 
-    def _ask(self, before: str, awaited: str, question: Any, kind: str) -> tuple[dict[int, Any], dict[int, list[str]]]:
-        """Ask all, those that are not greeted yet once they are; (answers, problems) by host."""
+    def _ask(self, **question: Any) -> tuple[dict[int, Any], dict[int, list[str]]]:
+        """Ask all, each once it has greeted; (answers, problems) by host."""
         answers: dict[int, Any] = {}
         problems: dict[int, list[str]] = {}
-        if not before:
-            for each in self._connections:
-                each.send(**{kind: question})
-        deadline = time.monotonic() + CONNECT_SECONDS + _LOOK_SECONDS
-        while len(answers) + len(problems) < len(self.hosts) and time.monotonic() < deadline:
+        for each in self.connections:
+            if each.has_greeted:
+                each.send(**question)
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while len(answers.keys() | problems) < len(self.hosts) and time.monotonic() < deadline:
             index, message = self._next()
-            if message is None and index not in problems:
-                problems[index] = [self._connections[index].why_ended()]
-            elif message is not None and before and message.get(before) == HELLO:
-                self._connections[index].send(**{kind: question})
-            elif message is not None and awaited in message:
-                answers[index] = message[awaited] if awaited == "found" else message
-        for index in range(len(self.hosts)):
-            if index not in answers and index not in problems:
-                problems[index] = [f"has not answered within {CONNECT_SECONDS + _LOOK_SECONDS:g} s"]
+            if message is None:
+                problems[index] = [self.connections[index].why_ended()]
+            elif "hello" in message:
+                self.connections[index].send(**question)
+            elif "found" in message:
+                answers[index] = message["found"]
+        for index in set(range(len(self.hosts))) - answers.keys() - problems.keys():
+            problems[index] = [f"has not answered within {_ANSWER_SECONDS:g} s"]
         return answers, problems
 
     def _refuse(self, problems: Mapping[int, Sequence[str]]) -> None:
@@ -181,20 +160,15 @@ class Session:
         now = time.monotonic()
         if now - self._beaten_at > BEAT_SECONDS:
             self._beaten_at = now
-            for each in self._connections:
+            for each in self.connections:
                 each.beat()
-        for each in self._connections:
-            if each.is_silent:
-                each.kill()
         try:
             index, message = self._events.get(timeout=_TICK_SECONDS)
         except queue.Empty:
             return _HERE, {}
         if message is None:
-            self._connections[index].is_open = False
+            self.connections[index].is_open = False
         return index, message
-
-    # commands
 
     def run(
         self,
@@ -206,47 +180,28 @@ class Session:
         marker: Path | None = None,
         forwards_signals: bool = True,
     ) -> int:
-        """A command on each host, to the end of all; returns the job's exit code. Signals go to all of them.
+        """A command on each host, to the end of all; returns the job's exit code.
 
         ``needed``: on so many hosts the commands must go on, or all have to end after ``patience_seconds``. ``marker``:
-        hosts that do not see this file send what appears in their log folder.
+        hosts that do not see this file send what appears in their log folder. Signals go to all commands.
         """
         run = _Run(self, sink, needed, patience_seconds)
         with self._signals_as_events() if forwards_signals else contextlib.nullcontext():
-            for each, command in zip(self._connections, commands, strict=True):
-                each.send(
-                    run={
-                        "command": list(command),
-                        "stop_seconds": self._stop_seconds,
-                        "marker": str(marker) if marker is not None else "",
-                    }
-                )
-            for index in set(range(len(self.hosts))) - self.open:
-                run.on(index, None)
-            while not run.is_over:
-                index, message = self._next()
-                run.on(index, message)
-        return run.exit_code
-
-    def signal_all(self, number: int) -> None:
-        for each in self._connections:
-            each.send(signal=int(number))
-
-    def lose(self, index: int) -> str:
-        return self._connections[index].why_ended()
-
-    def close_all(self) -> None:
-        for each in self._connections:
-            each.close()
-
-    @property
-    def stop_seconds(self) -> float:
-        return self._stop_seconds
+            how = {"stop_seconds": self.stop_seconds, "marker": str(marker or "")}
+            for index, each in enumerate(self.connections):
+                each.send(run={"command": list(commands[index]), **how})
+                if not each.is_open:
+                    run.on(index, None)
+            while run.running:
+                run.on(*self._next())
+        return checks.exit_code(run.codes, needed)
 
     @contextlib.contextmanager
     def _signals_as_events(self) -> Iterator[None]:
+        def on_signal(number: int, _: FrameType | None) -> None:
+            self._events.put((_HERE, {"signal": number}))
+
         before = {number: signal.getsignal(number) for number in _FORWARDED}
-        on_signal: Callable[..., None] = lambda number, _: self._events.put((_HERE, {"signal": number}))  # noqa: E731
         for number, handler in before.items():
             if handler is not signal.SIG_IGN:  # nohup
                 signal.signal(number, on_signal)
@@ -263,58 +218,44 @@ class _Run:
     def __init__(self, session: Session, sink: Sink, needed: int, patience_seconds: float) -> None:
         self._session, self._sink, self._needed = session, sink, needed
         self._patience_seconds = patience_seconds
-        self._running = set(range(len(session.hosts))) if needed else session.open
-        self._done = 0
+        self.running = {index for index, each in enumerate(session.connections) if needed or each.is_open}
+        self.codes: list[int] = []
+        """In the order of the ends."""
         self._begun = False
-        self._codes: list[int] = []
-        self._stop_at: float | None = None
-        self._give_up_at: float | None = None
-
-    @property
-    def is_over(self) -> bool:
-        return not self._running
-
-    @property
-    def exit_code(self) -> int:
-        return checks.exit_code(self._codes, self._needed)
+        self._stop_at = self._give_up_at = math.inf
 
     def on(self, index: int, message: Mapping[str, Any] | None) -> None:
-        if message is None:
-            self._lost(index)
-        elif "exit" in message:
-            self._ended(index, message["exit"])
-        elif "signal" in message and index == _HERE:
-            self._session.signal_all(message["signal"])
-        elif index != _HERE:
+        if index == _HERE and message:
+            self._signal_all(message["signal"])
+        elif message is None and index in self.running:
+            self._ended(index, WorkerFailed.exit_code, self._patience_seconds)
+            why = self._session.connections[index].why_ended()
+            then = "; the job ends on the other hosts" if self._has_to_end else ""
+            logger.info(f"{self._session.hosts[index].name} is lost: {why}{then}")
+        elif message and "exit" in message:
+            # Launchers that have met find out together what has failed, and let ranks save.
+            met = _TOGETHER_SECONDS + self._session.stop_seconds
+            self._ended(index, message["exit"], met if self._begun else self._patience_seconds)
+        elif message:
             self._begun = self._begun or "logs" in message
             self._sink.take(index, message)
-        self._look_at_time()
+        if time.monotonic() > self._give_up_at:
+            for each in self._session.connections:
+                each.close()
+        elif time.monotonic() > self._stop_at and self._give_up_at == math.inf:
+            self._give_up_at = time.monotonic() + self._session.stop_seconds
+            self._signal_all(signal.SIGTERM)
 
-    def _ended(self, index: int, code: int) -> None:
-        self._running.discard(index)
-        self._codes.append(code)
-        self._done += code == 0
-        self._decide(_LATER_SECONDS if self._begun else self._patience_seconds)
+    @property
+    def _has_to_end(self) -> bool:
+        return bool(self.running) and len(self.running) + self.codes.count(0) < self._needed
 
-    def _lost(self, index: int) -> None:
-        if index not in self._running:
-            return
-        self._running.discard(index)
-        self._codes.append(WorkerFailed.exit_code)
-        ends = self._running and len(self._running) + self._done < self._needed
-        then = "; the job ends on the other hosts" if ends else ""
-        logger.info(f"{self._session.hosts[index].name} is lost: {self._session.lose(index)}{then}")
-        self._decide(self._patience_seconds)
+    def _ended(self, index: int, code: int, seconds: float) -> None:
+        self.running.discard(index)
+        self.codes.append(code)
+        if self._has_to_end:
+            self._stop_at = min(self._stop_at, time.monotonic() + seconds)
 
-    def _decide(self, seconds: float) -> None:
-        if len(self._running) + self._done < self._needed:
-            at = time.monotonic() + seconds
-            self._stop_at = at if self._stop_at is None else min(at, self._stop_at)
-
-    def _look_at_time(self) -> None:
-        now = time.monotonic()
-        if self._give_up_at is not None and now > self._give_up_at:
-            self._session.close_all()
-        elif self._stop_at is not None and now > self._stop_at and self._give_up_at is None:
-            self._give_up_at = now + self._session.stop_seconds
-            self._session.signal_all(signal.SIGTERM)
+    def _signal_all(self, number: int) -> None:
+        for each in self._session.connections:
+            each.send(signal=int(number))

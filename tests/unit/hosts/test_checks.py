@@ -86,9 +86,9 @@ def test_the_route_to_the_others_decides_on_the_own_address() -> None:
 
 def test_each_host_needs_an_address_of_its_own() -> None:
     assert checks.problems_of_addresses(["a", "b", "c"], ["10.0.0.1", "", "10.0.0.1"]) == {
-        "a": "has the address 10.0.0.1, as c has: are they one machine? List it once",
-        "b": "has no IPv4 address on a route to the other hosts; the hosts of a job need one each",
-        "c": "has the address 10.0.0.1, as a has: are they one machine? List it once",
+        0: ["has the address 10.0.0.1, as c has: are they one machine? List it once"],
+        1: ["has no IPv4 address on a route to the other hosts; the hosts of a job need one each"],
+        2: ["has the address 10.0.0.1, as a has: are they one machine? List it once"],
     }
     assert checks.problems_of_addresses(["a", "b"], ["10.0.0.1", "10.0.0.2"]) == {}
 
