@@ -43,6 +43,9 @@ Examples
       --node_ip=192.168.1.2 --started_port=6170 --selected_gpus=0,1,2,3 \\
       --strategy multi_node --log_dir mylog train.py --epochs 3
 \b
+  # three machines that ssh reaches: one command, typed once; two processes on pc2
+  python -m fleet_train launch --hosts pc1,pc2:2,pc3 --strategy multi_node train.py
+\b
   # the same, restarted when a process or machine fails; the script loads its checkpoint
   python -m fleet_train launch --cluster_node_ips=192.168.1.2,192.168.1.3 --max_restarts=3 train.py
 \b
@@ -278,8 +281,8 @@ def _launch_on_hosts(context: click.Context, where: Where, **flags: Any) -> int:
 def command(**flags: Any) -> None:
     """Start this node's ranks of a job over a list of nodes.
 
-    Run it on every node. It checks the addresses, ports, devices, profile and script, waits for the other nodes, starts
-    the processes with the variables that paddle.distributed.launch sets, and monitors them.
+    Run it on every node; or once, with --hosts. It checks the addresses, ports, devices, profile and script, waits for
+    the other nodes, starts the processes with the variables that paddle.distributed.launch sets, and monitors them.
     """
     from fleet_train.launch.launcher import run
     from fleet_train.launch.prepare import prepare

@@ -16,7 +16,7 @@ from fleet_train.errors import ClusterError
 if TYPE_CHECKING:
     from fleet_train.hosts.job import Where
 
-_FLAGS = ("hosts", "hosts_file", "ssh_config")
+FLAGS = ("hosts", "hosts_file", "ssh_config")
 FOUND_BY_HOSTS = {
     "cluster_node_ips": "the addresses are found on the hosts",
     "ips": "the addresses are found on the hosts",
@@ -121,7 +121,7 @@ def words(context: click.Context, without: Collection[str] = ()) -> tuple[str, .
     arguments: list[str] = []
     for parameter in _given(context):
         value = context.params[parameter.name or ""]
-        if parameter.name in {*_FLAGS, *without}:
+        if parameter.name in {*FLAGS, *without}:
             continue
         if isinstance(parameter, click.Argument):
             arguments += value
@@ -129,4 +129,5 @@ def words(context: click.Context, without: Collection[str] = ()) -> tuple[str, .
             flags += [parameter.opts[0]] * bool(value)
         else:
             flags += [f"{parameter.opts[0]}={each}" for each in (value if parameter.multiple else [value])]
-    return (*flags, *arguments)
+    ends = bool(arguments) and arguments[0].startswith("-")  # they are a script's
+    return (*flags, *["--"] * ends, *arguments)

@@ -101,6 +101,7 @@ class Connection:
         self.is_open = True
         self._index, self._events = index, events
         self._typed = shlex.join([*_ssh(config)[:1], *_ssh(config)[2:], host.destination])
+        self._writing = threading.Lock()
         self._last_words: deque[str] = deque(maxlen=_LAST_LINES)
         self.has_greeted = self._is_silent = False
         self._heard_at = time.monotonic()
@@ -143,7 +144,7 @@ class Connection:
         self._write(json.dumps(message).encode() + b"\n")
 
     def _write(self, data: bytes) -> None:
-        with contextlib.suppress(OSError, ValueError):  # its end is an event of its own
+        with self._writing, contextlib.suppress(OSError, ValueError):  # its end is an event of its own
             self._stdin.write(data)
             self._stdin.flush()
 

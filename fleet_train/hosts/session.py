@@ -11,6 +11,7 @@ import queue
 import secrets
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -69,18 +70,30 @@ class Session:
         self.connections: list[Connection] = []
         self._config = config
         self._events: Events = queue.SimpleQueue()
-        self._beaten_at = 0.0
+        self._leaving = threading.Event()
 
     def __enter__(self) -> Session:
         own, user = local_addresses(), getpass.getuser()
         here = {host: is_here(ssh_settings(host, self._config), own, user) for host in self.hosts}
         if self._here_first:
             self.hosts = tuple(sorted(self.hosts, key=lambda host: not here[host]))
-        for index, host in enumerate(self.hosts):
-            self.connections.append(Connection(index, host, self._config, here[host], self._events))
+        try:
+            for index, host in enumerate(self.hosts):
+                self.connections.append(Connection(index, host, self._config, here[host], self._events))
+        except BaseException:
+            self.__exit__()
+            raise
+        threading.Thread(target=self._beat, name="fleet_train keeps connections", daemon=True).start()
         return self
 
+    def _beat(self) -> None:
+        """Of a thread of its own: a disk that hangs here ends no job."""
+        while not self._leaving.wait(BEAT_SECONDS):
+            for each in self.connections:
+                each.beat()
+
     def __exit__(self, *_: object) -> None:
+        self._leaving.set()
         for each in self.connections:
             each.close()
         deadline = time.monotonic() + self.stop_seconds
@@ -156,12 +169,7 @@ class Session:
         raise ClusterError("\n".join([many, *lines]))
 
     def _next(self) -> tuple[int, dict[str, Any] | None]:
-        """The next event, or an empty one after a moment. Keeps the connections alive, and ends those that are not."""
-        now = time.monotonic()
-        if now - self._beaten_at > BEAT_SECONDS:
-            self._beaten_at = now
-            for each in self.connections:
-                each.beat()
+        """The next event, or an empty one after a moment."""
         try:
             index, message = self._events.get(timeout=_TICK_SECONDS)
         except queue.Empty:

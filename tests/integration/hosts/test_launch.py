@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.integration.hosts.conftest import Desk
-from tests.support.processes import Job
+from tests.support.processes import Job, clean_environ, python
 from tests.support.ssh import machines
 
 pytestmark = pytest.mark.sshd
@@ -63,6 +63,7 @@ def test_a_job_trains_on_three_machines_and_its_logs_come_here(desk: Desk) -> No
     assert not list((desk.machines.disks[0] / "mylog").glob(".hosts-*"))
 
 
+@pytest.mark.long
 def test_the_user_may_sit_at_a_machine_that_is_not_listed(desk: Desk) -> None:
     desk.write(_TRAIN)
     code, output = desk.run("launch", "train.py", hosts="pc3:2,pc1:2", at=1, MY_DATA="x")
@@ -74,41 +75,43 @@ def test_the_user_may_sit_at_a_machine_that_is_not_listed(desk: Desk) -> None:
 
 def test_what_differs_is_named_for_every_host_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "nothing").mkdir()
-    hidden = f"mount --bind {tmp_path / 'nothing'} {Path(os.sys.executable).parent}"  # type: ignore[attr-defined]
+    hidden = f"mount --bind {tmp_path / 'nothing'} {Path(sys.executable).parent}"
     with Job(tmp_path / "job") as job, machines(tmp_path, 3, ["true", hidden]) as these:
         desk = Desk(tmp_path, these, job)
         desk.write(_WAIT, 0, 1)
         desk.write(_FAIL, 2)
-        desk.lab.set_link(2, "up")
-        code, output = desk.run("launch", "train.py", hosts="pc1,pc2,pc3,10.78.0.99")
+        with these.config.open("r+") as config:
+            rest = config.read()
+            config.seek(0)
+            config.write("Host unknown\n  HostName 10.78.0.3\n  User root\n  UserKnownHostsFile none\n")
+            config.write("Host closed\n  HostName 10.78.0.1\n  User nobody\n" + rest)
+        code, output = desk.run("launch", "train.py", hosts="pc1,pc2,pc3,10.78.0.99,unknown,closed", at=0)
     assert code == 5
-    assert "3 of 4 hosts cannot take part, and nothing was started:\n" in output
-    assert f"  pc2: there is no {os.sys.executable}: install the same Python environment" in output  # type: ignore[attr-defined]
+    assert "5 of 6 hosts cannot take part, and nothing was started:\n" in output
+    assert f"  pc2: there is no {sys.executable}: install the same Python environment" in output
     assert "  pc3: train.py is another file there; every host has the same files: rsync -a " in output
+    ssh = f"ssh -F {these.config}"
+    assert f"  unknown: its key is not known here, or has changed: connect once with {ssh} unknown, and" in output
+    assert "  closed: ssh cannot log in without a password (nobody@10.78.0.1: Permission denied (publickey" in output
     assert "  10.78.0.99: ssh cannot connect: ssh: connect to host 10.78.0.99 port 22: " in output
 
 
+@pytest.mark.long
 def test_a_folder_that_is_not_there_is_named(desk: Desk) -> None:
-    desk.write(_WAIT)
     for disk in desk.machines.disks[:2]:
         (disk / "sub").mkdir()
-        (disk / "sub" / "train.py").write_text("")
-    command = desk.machines.on(0, ["sh", "-c", 'cd sub && exec "$@"', "sh"])
-    desk.machines.on(0, command)
-    typed = [*command, *_typed(desk, "train.py")]
-    desk.job.start("launch", typed, {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])})
+        (disk / "sub" / "train.py").touch()
+    typed = python(
+        "-m", "fleet_train", "launch", "--hosts=pc1,pc2,pc3", f"--ssh_config={desk.machines.config}", "train.py"
+    )
+    command = desk.machines.on(0, ["sh", "-c", 'cd sub && exec "$@"', "sh", *typed])
+    desk.job.start("launch", command, clean_environ())
     (ended,) = desk.job.wait(30)
     assert ended.exit_code == 5
     folder = desk.machines.work / "sub"
     assert f"  pc3: the folder {folder} cannot be entered there (No such file or directory); " in ended.output
     assert f"rsync -a {folder}/ pc3:{folder}/" in ended.output
     assert "pc2" not in ended.output
-
-
-def _typed(desk: Desk, *words: str) -> list[str]:
-    from tests.support.processes import python
-
-    return python("-m", "fleet_train", "launch", "--hosts=pc1,pc2,pc3", f"--ssh_config={desk.machines.config}", *words)
 
 
 def test_a_failure_is_reported_once_with_its_exit_code(desk: Desk) -> None:
@@ -130,6 +133,7 @@ def test_ctrl_c_ends_the_job_everywhere(desk: Desk) -> None:
     desk.all_end_within(5)
 
 
+@pytest.mark.long
 def test_kill_of_the_command_ends_the_job_everywhere(desk: Desk) -> None:
     desk.write(_WAIT)
     started = desk.type("launch", "train.py", at=1)
@@ -139,6 +143,7 @@ def test_kill_of_the_command_ends_the_job_everywhere(desk: Desk) -> None:
     desk.all_end_within(15)
 
 
+@pytest.mark.long
 def test_a_cut_link_ends_the_job_everywhere(desk: Desk) -> None:
     desk.write(_WAIT)
     started = desk.type("launch", "train.py")
