@@ -79,13 +79,13 @@ class Agent:
 
     def _look(self, folder: str, files: list[str], environ: dict[str, str]) -> None:
         """What a command would find here in this folder with these variables, which it gets."""
-        self._environ |= environ
+        self._environ.update(environ)
         found: dict[str, Any] = {"python": platform.python_version(), "folder": "", "files": {}}
         found["address"] = (os.environ.get("SSH_CONNECTION", "").split() or ["", "", ""])[2]
         try:
             os.chdir(folder)
         except OSError as error:
-            return self._say(found=found | {"folder": error.strerror})
+            return self._say(found={**found, "folder": error.strerror})
         found["files"] = {name: digest_of(name) for name in files}
         command = [sys.executable, "-m", "fleet_train", "--version"]
         try:
@@ -94,12 +94,10 @@ class Agent:
                 check=False,
             )  # fmt: skip
             lines = (asked.stderr if asked.returncode else asked.stdout).decode(errors="replace").strip().splitlines()
-            found |= {
-                "works": asked.returncode == 0,
-                "version": lines[-1] if lines else f"exit code {asked.returncode}",
-            }
+            version = lines[-1] if lines else f"exit code {asked.returncode}"
+            found.update(works=asked.returncode == 0, version=version)
         except subprocess.TimeoutExpired:
-            found |= {"works": False, "version": f"no answer within {_LOOK_SECONDS:g} s"}
+            found.update(works=False, version=f"no answer within {_LOOK_SECONDS:g} s")
         return self._say(found=found)
 
     # the command
@@ -109,7 +107,7 @@ class Agent:
         reports, write_end = os.pipe()
         self._child = child = subprocess.Popen(
             command,
-            env=self._environ | {REPORT_TO: str(write_end)},
+            env={**self._environ, REPORT_TO: str(write_end)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

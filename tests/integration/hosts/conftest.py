@@ -68,7 +68,7 @@ def _commands(pids: Sequence[int]) -> Iterator[str]:
             process = psutil.Process(pid)
             words = process.cmdline()
             if words and process.status() != psutil.STATUS_ZOMBIE and words[0] != "unshare" and "sshd" not in words[0]:
-                yield " ".join(words)[:200]
+                yield " ".join(words)
         except psutil.Error:
             pass
 

@@ -39,6 +39,7 @@ print("rank", os.environ["PADDLE_TRAINER_ID"], "waits", flush=True)
 time.sleep(120)
 """
 _WAITS = ["rank 0 waits", "rank 1 waits", "rank 2 waits"]
+_TOKEN = "abc123-must-not-be-seen"
 _FAIL = """
 import os, time
 if os.environ["PADDLE_TRAINER_ID"] == "1":
@@ -125,12 +126,16 @@ def test_a_failure_is_reported_once_with_its_exit_code(desk: Desk) -> None:
 
 def test_ctrl_c_ends_the_job_everywhere(desk: Desk) -> None:
     desk.write(_WAIT)
-    started = desk.type("launch", "train.py")
+    started = desk.type("launch", "train.py", MY_TOKEN=_TOKEN)
     desk.job.wait_until(lambda: all_wait(desk), 30, "ranks run")
+    assert len(desk.others()) > 9  # commands, connections, agents, launchers, ranks
+    assert not any(_TOKEN in command for command in desk.others()), "values are in the list of processes"
     started.process.send_signal(signal.SIGINT)
     (ended,) = desk.job.wait(60)
     assert ended.exit_code == 130, ended.output
     desk.all_end_within(5)
+    written = [path for disk in desk.machines.disks for path in disk.rglob("*") if path.is_file()]
+    assert not any(_TOKEN.encode() in path.read_bytes() for path in written), "values are in a file"
 
 
 @pytest.mark.long
