@@ -158,3 +158,39 @@ def test_a_cut_link_ends_the_job_everywhere(desk: Desk) -> None:
     assert ended.exit_code == 11, ended.output
     assert "pc3 is lost: " in started.output
     desk.all_end_within(30)
+
+
+@pytest.mark.long
+def test_a_command_that_sleeps_ends_the_job_everywhere(desk: Desk) -> None:
+    desk.write(_WAIT)
+    started = desk.type("launch", "train.py")
+    desk.job.wait_until(lambda: all_wait(desk), 30, "ranks run")
+    started.process.send_signal(signal.SIGSTOP)
+    desk.job.wait_until(lambda: not any("--node_ip" in each for each in desk.others()), 40, "ranks have ended")
+    started.process.send_signal(signal.SIGCONT)
+    (ended,) = desk.job.wait(60)
+    assert ended.exit_code != 0
+    desk.all_end_within(5)
+
+
+_AGAIN = """
+import os, time
+attempt = os.environ["FLEET_TRAIN_ATTEMPT"]
+print("rank", os.environ["PADDLE_TRAINER_ID"], "waits" if attempt == "0" else "goes on", flush=True)
+time.sleep(120 if attempt == "0" else 0)
+"""
+
+
+@pytest.mark.long
+def test_with_min_nodes_the_job_goes_on_without_a_host(desk: Desk) -> None:
+    desk.write(_AGAIN)
+    flags = "--max_restarts=1 --min_nodes=2 --lost_node_timeout=3 --rejoin_timeout=2".split()
+    started = desk.type("launch", *flags, "train.py")
+    desk.job.wait_until(lambda: all_wait(desk), 30, "ranks run")
+    desk.lab.set_link(2, "down")
+    (ended,) = desk.job.wait(90)
+    assert ended.exit_code == 0, ended.output
+    assert "pc1: rank 0 goes on\n" in started.output
+    assert "fleet_train: pc3 is lost: " in started.output
+    assert desk.read(0, "log/pc2/workerlog.0") == "rank 1 goes on\n"
+    desk.all_end_within(30)
