@@ -30,6 +30,7 @@ OF_HOSTS = dict.fromkeys(
     ("log_dir", "ips", "nproc", "started_port", "job_secret_file"), "each host is asked for its own ranks"
 )
 """The same for commands that look at a running job."""
+_NUMBERS = ("nproc", "nproc_per_node")
 
 
 def on_hosts(run: Callable[..., int], refused: Mapping[str, str] = FOUND_BY_HOSTS) -> Callable[[Command], Command]:
@@ -49,6 +50,10 @@ def on_hosts(run: Callable[..., int], refused: Mapping[str, str] = FOUND_BY_HOST
                 if parameter.name in refused:
                     raise ClusterError(
                         f"{parameter.opts[0]} and --hosts do not go together: {refused[parameter.name]}; leave it out"
+                    )
+                if parameter.name in _NUMBERS and all(host.processes for host in where.hosts):
+                    raise ClusterError(
+                        f"{parameter.opts[0]} is for hosts without a number, and each has one in --hosts; leave it out"
                     )
             context.exit(run(context, where, **flags))
 

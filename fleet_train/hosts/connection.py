@@ -89,7 +89,8 @@ def why_not_connected(code: int, words: str, interpreter: str, typed: str) -> st
     if "Host key verification failed" in words:
         return f"its key is not known here, or has changed: connect once with {typed}, and compare the fingerprint"
     if "Permission denied" in words:
-        return f"ssh cannot log in without a password ({words}): {typed.replace('ssh', 'ssh-copy-id', 1)}"
+        copy = typed.replace("ssh", "ssh-copy-id", 1)
+        return f"ssh cannot log in without a password ({words}): {copy}, and ssh-add if your key has a passphrase"
     return f"ssh cannot connect: {words or f'exit code {code}'}; try {typed}"
 
 

@@ -41,6 +41,7 @@ def test_the_scripts_own_flags_stay_behind_it() -> None:
         (doctor, "--hosts a --hosts_file F", "give --hosts or --hosts_file, not both"),
         (doctor, "--ssh_config F", "--ssh_config is for --hosts, which is not given"),
         (doctor, "--hosts_file /no/such", "--hosts_file=/no/such: there is no such file"),
+        (launch, "--hosts a:2,b:2 --nproc_per_node 4 t.py", "--nproc_per_node is for hosts without a number, and each"),
         (doctor, "--hosts a,a", "--hosts=a,a: a is listed more than once"),
     ],
 )

@@ -57,7 +57,8 @@ def test_ssh_asks_for_no_password_and_checks_the_hosts_key() -> None:
         (
             255,
             "me@pc2: Permission denied (publickey).",
-            "ssh cannot log in without a password (me@pc2: Permission denied (publickey).): ssh-copy-id pc2",
+            "ssh cannot log in without a password (me@pc2: Permission denied (publickey).): ssh-copy-id pc2, and "
+            "ssh-add if your key has a passphrase",
         ),
         (255, "no route", "ssh cannot connect: no route; try ssh pc2"),
         (255, "", "ssh cannot connect: exit code 255; try ssh pc2"),
