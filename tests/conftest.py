@@ -27,6 +27,7 @@ from tests.support.browser import why_no_browser
 from tests.support.namespaces import why_no_namespaces
 from tests.support.processes import ROOT
 from tests.support.slurm import why_no_slurm
+from tests.support.ssh import why_no_sshd
 
 _GRACE_SECONDS = 10.0
 # Set by pytest itself, or by importing Paddle and scikit-learn into the test process.
@@ -181,6 +182,7 @@ def why_no_site() -> str | None:
 # Markers of tests that need something of the machine: why it cannot run them, or None.
 _NEEDS: dict[str, Callable[[], str | None]] = {
     "root": why_no_namespaces,
+    "sshd": why_no_sshd,
     "browser": why_no_browser,
     "slurm": why_no_slurm,
     "mpi": why_no_mpi,

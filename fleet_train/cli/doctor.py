@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from fleet_train import timeouts
+from fleet_train.cli.on_hosts import examine_on_hosts, on_hosts
 from fleet_train.cli.options import HELP, NumberRange, WholeNumberRange, folders, where
 from fleet_train.doctor.facts import GROUPS, DoctorOptions, chosen
 
@@ -44,6 +45,7 @@ Exit codes:
 
 
 @click.command(epilog=_EPILOG, context_settings=HELP)
+@on_hosts(examine_on_hosts("doctor"))
 @where("1")
 @click.option("--only", multiple=True, type=click.Choice(list(GROUPS)), help="Examine this; may be repeated.")
 @click.option("--skip", multiple=True, type=click.Choice(list(GROUPS)), help="Leave this out; may be repeated.")

@@ -6,10 +6,11 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from fleet_train.cli.on_hosts import on_hosts, words
 from fleet_train.cli.options import (
     DASHES_ALLOWED,
     Command,
@@ -28,6 +29,9 @@ from fleet_train.cluster.flight.trace import read_steps
 from fleet_train.launch.request import AUTO, OFF, ON, FaultPolicy, LaunchRequest, parse_devices, read_job_id
 from fleet_train.lazy import part_if_there
 
+if TYPE_CHECKING:
+    from fleet_train.hosts.job import Where
+
 _EXAMPLES = """
 \b
 Examples
@@ -38,6 +42,9 @@ Examples
   python -m fleet_train launch --cluster_node_ips=192.168.1.2,192.168.1.3 \\
       --node_ip=192.168.1.2 --started_port=6170 --selected_gpus=0,1,2,3 \\
       --strategy multi_node --log_dir mylog train.py --epochs 3
+\b
+  # three machines that ssh reaches: one command, typed once; two processes on pc2
+  python -m fleet_train launch --hosts pc1,pc2:2,pc3 --strategy multi_node train.py
 \b
   # the same, restarted when a process or machine fails; the script loads its checkpoint
   python -m fleet_train launch --cluster_node_ips=192.168.1.2,192.168.1.3 --max_restarts=3 train.py
@@ -105,12 +112,31 @@ def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Ca
     return click.option(flag, type=kind, default=default, metavar="SECONDS", help=f"{help_text} [default: {default:g}]")
 
 
+def _launch_on_hosts(context: click.Context, where: Where, **flags: Any) -> int:
+    from fleet_train.cluster.store.access import SECRET_FILE
+    from fleet_train.hosts.job import Command as OnHosts
+    from fleet_train.hosts.job import launch
+    from fleet_train.launch.prepare import check_program
+
+    request = read_request(**{name: value for name, value in flags.items() if name != "dry_run"})
+    if not request.is_module:
+        check_program(request)
+    files = [each for each in (request.command[0], request.strategy or "") if Path(each).is_file()]
+    command = OnHosts("launch", words(context, without={"log_dir", "job_secret_file"}), tuple(files))
+    if request.secret_file is not None:
+        os.environ[SECRET_FILE] = str(request.secret_file)
+    faults = request.faults
+    needed = faults.min_nodes if faults.min_nodes and faults.max_restarts else len(where.hosts)
+    return launch(command, where, request.log_dir, faults.grace_seconds, needed, flags["dry_run"])
+
+
 @click.command(
     name="launch",
     cls=_LaunchCommand,
     epilog=_EXAMPLES,
     context_settings=DASHES_ALLOWED,
 )
+@on_hosts(_launch_on_hosts)
 @click.option(
     "--cluster_node_ips",
     "--ips",
@@ -265,8 +291,8 @@ def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Ca
 def command(**flags: Any) -> None:
     """Start this node's ranks of a job over a list of nodes.
 
-    Run it on every node. It checks the addresses, ports, devices, profile and script, waits for the other nodes, starts
-    the processes with the variables that paddle.distributed.launch sets, and monitors them.
+    Run it on every node; or once, with --hosts. It checks the addresses, ports, devices, profile and script, waits for
+    the other nodes, starts the processes with the variables that paddle.distributed.launch sets, and monitors them.
     """
     from fleet_train.launch.launcher import run
     from fleet_train.launch.prepare import prepare

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from fleet_train.cli.on_hosts import examine_on_hosts, on_hosts
 from fleet_train.cli.options import BEFORE_A_SCRIPT, NumberRange, WholeNumberRange, files, recorded, set_option, where
 from fleet_train.recommend.options import ALLOWABLE, DEFAULT_FOLDER, DEFAULT_OUTPUT, RecommendOptions
 
@@ -39,6 +40,7 @@ Exit codes:
     epilog=_EPILOG,
     context_settings=BEFORE_A_SCRIPT | {"ignore_unknown_options": True},
 )
+@on_hosts(examine_on_hosts("recommend", "the profile"))
 @where("2")
 @click.option(
     "--allow",

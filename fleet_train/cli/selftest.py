@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from fleet_train.cli.on_hosts import examine_on_hosts, on_hosts
 from fleet_train.cli.options import HELP, recorded, where
 from fleet_train.selftest.options import DEFAULT_FOLDER, GROUPS, chosen
 
@@ -50,6 +51,7 @@ class _Check(click.Choice):  # type: ignore[type-arg]
 
 
 @click.command(epilog=_EPILOG, context_settings=HELP)
+@on_hosts(examine_on_hosts("selftest", "the record"))
 @where("2")
 @click.option("--only", multiple=True, type=_Check(list(GROUPS)), help="Run these checks; may be repeated.")
 @click.option("--skip", multiple=True, type=_Check(list(GROUPS)), help="Skip these checks; may be repeated.")

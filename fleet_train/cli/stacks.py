@@ -3,25 +3,43 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from fleet_train.cli.on_hosts import OF_HOSTS, on_hosts
 from fleet_train.cli.options import HELP, WholeNumberRange, of_a_job, seconds
 from fleet_train.errors import printable
+
+if TYPE_CHECKING:
+    from fleet_train.doctor.visit import Visited
+    from fleet_train.hosts.job import Where
 
 _EPILOG = """\b
 Examples:
   python -m fleet_train stacks
   python -m fleet_train stacks --log_dir mylog
   python -m fleet_train stacks --ips 192.168.1.2,192.168.1.3 --nproc 2
+  python -m fleet_train stacks --hosts pc1,pc2,pc3
   python -m fleet_train stacks --samples 20
 """
 
 
+def _on_hosts(context: click.Context, where: Where, **flags: Any) -> int:
+    from fleet_train.hosts.visit import visit_hosts
+
+    del context
+    with visit_hosts(where, os.environ) as visited:
+        show(visited, **{name: value for name, value in flags.items() if name not in OF_HOSTS})
+    return 0
+
+
 @click.command(epilog=_EPILOG, context_settings=HELP)
+@on_hosts(_on_hosts, OF_HOSTS)
 @of_a_job
 @click.option("--samples", type=WholeNumberRange(1), default=1, show_default=True, help="Look so often.")
 @click.option("--every", type=seconds(min=0.05), default=0.5, show_default=True, help="Seconds between two looks.")
@@ -50,17 +68,23 @@ def command(
         raise click.UsageError("--native looks at this machine's processes: leave out --log_dir and --ips")
     if native and shutil.which("py-spy") is None:
         raise click.UsageError("--native needs py-spy, which is not installed: python -m pip install py-spy")
-    from fleet_train.cluster.flight.stands import merged
-    from fleet_train.doctor.visit import nobody, sampled, visit
+    from fleet_train.doctor.visit import visit
 
-    where = visit(log_dir, ips, port)
+    show(visit(log_dir, ips, port), samples, every, native, whole, as_json)
+
+
+def show(where: Visited, samples: int, every: float, native: bool, whole: bool, as_json: bool) -> None:
+    """The looks that were asked for."""
+    from fleet_train.cluster.flight.stands import merged
+    from fleet_train.doctor.visit import sampled
+
     looks = []
     for number in range(samples):
         if number:
             time.sleep(every)
         looks.append([job for job in where.stands(native=native) if job])
     if not looks[-1]:
-        raise nobody(where)
+        raise where.nobody()
     if as_json:
         click.echo(json.dumps([[[stand.to_json() for stand in job] for job in look] for look in looks]))
         return

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from fleet_train.cli.on_hosts import OF_HOSTS, on_hosts
 from fleet_train.cli.options import HELP, of_a_job, seconds
 from fleet_train.errors import printable
 
 if TYPE_CHECKING:
     from fleet_train.cluster.flight.rows import Row
+    from fleet_train.doctor.visit import Visited
+    from fleet_train.hosts.job import Where
 
 _TOP_REFRESH_SECONDS = 1.0
 """Default of ``top``'s ``--interval`` between two tables."""
@@ -26,6 +30,7 @@ _EPILOG = """\b
 Examples:
   python -m fleet_train top
   python -m fleet_train top --log_dir mylog --once
+  python -m fleet_train top --hosts pc1,pc2,pc3
   watch -n 5 'python -m fleet_train top --json | jq .[].step_ms'
 
 \b
@@ -35,7 +40,18 @@ Exit codes:
 """
 
 
+def _on_hosts(context: click.Context, where: Where, **flags: Any) -> int:
+    from fleet_train.hosts.visit import visit_hosts
+    from fleet_train.launch.processes import StopRequested, stopping_signals
+
+    del context
+    with suppress(StopRequested), stopping_signals(), visit_hosts(where, os.environ) as visited:
+        show(visited, **{name: value for name, value in flags.items() if name not in OF_HOSTS})
+    return 0
+
+
 @click.command(epilog=_EPILOG, context_settings=HELP)
+@on_hosts(_on_hosts, OF_HOSTS)
 @of_a_job
 @click.option(
     "--interval",
@@ -53,23 +69,27 @@ def command(log_dir: Path | None, ips: str | None, port: int, interval: float, o
     Without --log_dir or --ips: all ranks of this machine that belong to this user. What each rank has recorded is
     read, and /proc. The ranks are not asked for anything, and do not notice.
     """
-    from fleet_train.doctor.visit import nobody, visit
+    from fleet_train.doctor.visit import visit
     from fleet_train.launch.processes import StopRequested, stopping_signals
 
     with suppress(StopRequested), stopping_signals():
-        where = visit(log_dir, ips, port)
+        show(visit(log_dir, ips, port), interval, once, as_json)
+
+
+def show(where: Visited, interval: float, once: bool, as_json: bool) -> None:
+    """The table, again and again."""
+    rows = where.rows()
+    if not rows:
+        raise where.nobody()
+    if as_json:
+        click.echo(json.dumps([row.to_json() for row in rows], indent=1))
+        return
+    while not once and sys.stdout.isatty():
+        click.clear()
+        click.echo("\n".join(lines(rows)) if rows else "no rank runs any more")
+        time.sleep(interval)
         rows = where.rows()
-        if not rows:
-            raise nobody(where)
-        if as_json:
-            click.echo(json.dumps([row.to_json() for row in rows], indent=1))
-            return
-        while not once and sys.stdout.isatty():
-            click.clear()
-            click.echo("\n".join(lines(rows)) if rows else "no rank runs any more")
-            time.sleep(interval)
-            rows = where.rows()
-        click.echo("\n".join(lines(rows)))
+    click.echo("\n".join(lines(rows)))
 
 
 def lines(rows: Iterable[Row]) -> Iterator[str]:

@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from fleet_train import timeouts
 from fleet_train.cluster.flight.rows import Row, marked, rows_of
@@ -29,6 +30,18 @@ from fleet_train.errors import ClusterError, FleetTrainError, JoinTimeout
 from fleet_train.files import parse_json, read_regular
 
 _MOST_FILE_BYTES = 1 << 16
+
+
+class Visited(Protocol):
+    """Ranks that are looked at, wherever they are."""
+
+    def stands(self, *, native: bool) -> list[list[Stand]]: ...
+
+    def rows(self) -> list[Row]: ...
+
+    def nobody(self) -> FleetTrainError:
+        """Why there are none."""
+        ...
 
 
 class Here:
@@ -56,6 +69,12 @@ class Here:
                 self._seen.pop(pid).close()
         return rows_of(looked[pid] for pid in self._seen)
 
+    def nobody(self) -> FleetTrainError:
+        return FleetTrainError(
+            "no rank of this user runs on this machine: ranks appear once their script has imported "
+            "fleet_train; run this as the user, and in the container, of the job, or give --log_dir or --ips"
+        )
+
     def _find(self) -> None:
         known = {*self._seen, os.getpid()}
         self._seen |= {each.pid: each for each in ranks_here(lambda pid: pid not in known)}
@@ -74,6 +93,12 @@ class VisitedJob:
     def rows(self) -> list[Row]:
         return marked(ask(self._client, ROWS))
 
+    def nobody(self) -> FleetTrainError:
+        return FleetTrainError(
+            f"no rank has answered within {timeouts.STACKS_ASK_SECONDS:g} s: the job has ended, or its ranks have not "
+            "called fleet.init yet"
+        )
+
 
 def visit(log_dir: Path | None, ips: str | None, port: int) -> Here | VisitedJob:
     """The job that these flags name, or without them the ranks of this machine. Raises ClusterError.
@@ -89,18 +114,6 @@ def visit(log_dir: Path | None, ips: str | None, port: int) -> Here | VisitedJob
     except JoinTimeout:
         raise ClusterError(f"no job answers at {endpoint}: it has ended, or cannot be reached from here") from None
     return VisitedJob(client)
-
-
-def nobody(where: Here | VisitedJob) -> FleetTrainError:
-    if isinstance(where, Here):
-        return FleetTrainError(
-            "no rank of this user runs on this machine: ranks appear once their script has imported "
-            "fleet_train; run this as the user, and in the container, of the job, or give --log_dir or --ips"
-        )
-    return FleetTrainError(
-        f"no rank has answered within {timeouts.STACKS_ASK_SECONDS:g} s: the job has ended, or its ranks have not "
-        "called fleet.init yet"
-    )
 
 
 def _of_log_dir(folder: Path) -> tuple[str, Access]:

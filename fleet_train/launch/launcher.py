@@ -48,7 +48,7 @@ from fleet_train.launch.report import failure_report, headline
 from fleet_train.launch.request import OFF
 from fleet_train.launch.signpost import Signpost, program_of
 from fleet_train.launch.spares import Spares
-from fleet_train.launch.terminal import messages_in_order, show_lines
+from fleet_train.launch.terminal import messages_in_order, show_lines, told
 from fleet_train.launch.worker_group import WorkerGroup, failed
 from fleet_train.log import logger
 
@@ -250,6 +250,7 @@ class Launcher:
                 logs = LogFolder(launch.node, launch.log_dir, number, request.verbose, script)
                 logs.prepare()
                 write_job(launch.log_dir, f"{launch.node.store_endpoint}/{round_name}", launch.access.job)
+            told(logs=str(launch.log_dir))
             logger.info(launch.summary() + (f"; attempt {number}" if number else ""))
             return attempt, WorkerGroup(
                 launch, rendezvous, logs, environ, self._stopping, lambda: self._waiting_nodes(attempt), self._spares
@@ -282,13 +283,18 @@ def _report_end(result: RunResult, diagnose: Callable[[], str]) -> int:
     """Report how the job ended; returns the exit code."""
     if result.kind is Kind.DONE:
         return 0
+    table = ""
     if result.kind is not Kind.FAILED or result.without_root_cause:
-        logger.info(result.message)
+        message = result.message
     elif result.root_cause is None:
-        logger.info(f"the job has failed: {result.message}")
+        message = f"the job has failed: {result.message}"
     else:
-        logger.info(f"the job has failed: {headline(result.root_cause)}")
-        show_lines(failure_report(result.ends, result.silent))
+        message = f"the job has failed: {headline(result.root_cause)}"
+        table = failure_report(result.ends, result.silent)
+    if not told(report="\n".join([message, table])):
+        logger.info(message)
+        if table:
+            show_lines(table)
     if result.kind is Kind.FAILED:
         _report_cause(diagnose)
     return result.exit_code

@@ -11,6 +11,7 @@ libraries, and errors pass. docs/launching.md lists the hidden ones.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import select
@@ -194,6 +195,22 @@ def show(text: bytes) -> None:
 def show_lines(text: str) -> None:
     """The lines of a report. Names and lines of logs come from other machines: they cannot control this terminal."""
     _err.put(f"{printable(text)}\n".encode(errors="replace"), after=out)
+
+
+REPORT_TO = "FLEET_TRAIN_REPORT_TO"
+"""Names the descriptor to which `told` writes."""
+
+
+def told(**message: str) -> bool:
+    """Tell it to the command that has started launchers on several hosts (``--hosts``), if one has: what all launchers
+    would print is shown there once."""
+    descriptor = os.environ.get(REPORT_TO, "")
+    if not descriptor.isdigit():
+        return False
+    with contextlib.suppress(OSError):
+        os.write(int(descriptor), json.dumps(message).encode() + b"\n")
+        return True
+    return False
 
 
 class Follower:

@@ -40,7 +40,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "doctor": {"selftest"},
     "port": {"profile"},
     "compat": {"convert", "data"},
-    "cli": {"train", "launch", "port", "selftest", "recommend", "doctor"},
+    "hosts": {"launch"},
+    "cli": {"train", "launch", "hosts", "port", "selftest", "recommend", "doctor"},
     "fleet": {"convert"},
     "__init__": {"convert", "lazy", "spawning"},  # on first use; and cluster, whose correction is as light as errors
     "__main__": {"cli"},
@@ -171,6 +172,7 @@ def test_the_wall_clock_is_shown_to_people_and_orders_runs_and_nothing_else() ->
     assert found_in_sources(f"{calls}|{of_files}|{imported}") == {
         "doctor/measure_apart.py": {"st_mtime", "time.time"},  # what a killed doctor left, by an hour and more
         "doctor/pairs.py": {"time.time"},  # the clocks of two machines are what is compared
+        "hosts/agent.py": {"st_mtime_ns"},  # whether a log is still the same; compared with itself
         "launch/spares.py": {"st_mtime_ns"},  # whether a script is still the same; compared with itself
         "selftest/record.py": {"datetime.now"},  # the date of a record
         "recommend/report.py": {"datetime.now"},  # the date at the top of a written profile

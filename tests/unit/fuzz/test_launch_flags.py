@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet_train.cli import launch as cli
+from fleet_train.cli.on_hosts import FLAGS
 from fleet_train.cluster import network
 from fleet_train.cluster.environment import attempt, cluster_from_environ, join_timeout_seconds
 from fleet_train.errors import ClusterError, FleetTrainError
@@ -82,7 +83,7 @@ def launch(arguments: list[str]) -> None:
             context = cli.command.make_context("launch", list(arguments))
         except (click.UsageError, click.exceptions.Exit):
             return
-        asked = {name: value for name, value in context.params.items() if name != "dry_run"}
+        asked = {name: value for name, value in context.params.items() if name not in {"dry_run", *FLAGS}}
         prepare(cli.read_request(**asked), os.environ).dry_run()
 
     check(ask, FleetTrainError)

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from fleet_train.cli import launch as cli
+from fleet_train.cli.on_hosts import FLAGS
 from fleet_train.cluster.at_import import advised
 from fleet_train.cluster.cluster import Cluster, assign, parse_hosts, parse_nodes
 from fleet_train.cluster.environment import SETTINGS, asked_settings
@@ -428,7 +429,7 @@ def test_flags_about_faults_that_make_no_sense_are_refused(faults: FaultPolicy, 
 def read(*arguments: str) -> LaunchRequest:
     """What the command line makes of these words."""
     context = cli.command.make_context("launch", list(arguments))
-    flags: dict[str, Any] = {name: value for name, value in context.params.items() if name != "dry_run"}
+    flags: dict[str, Any] = {name: value for name, value in context.params.items() if name not in {"dry_run", *FLAGS}}
     return cli.read_request(**flags)
 
 
