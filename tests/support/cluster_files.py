@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from fleet_train.cli import launch
+from fleet_train.cli.on_hosts import FLAGS
 from fleet_train.launch.request import LaunchRequest
 from tests.support.processes import ROOT
 
@@ -26,5 +27,5 @@ def request_of(words: list[str]) -> LaunchRequest:
     """What the launcher reads of its command line."""
     assert words[:4] == ["python", "-m", "fleet_train", "launch"]
     context = launch.command.make_context("launch", words[4:])
-    flags: dict[str, Any] = {name: value for name, value in context.params.items() if name != "dry_run"}
+    flags: dict[str, Any] = {name: value for name, value in context.params.items() if name not in {"dry_run", *FLAGS}}
     return launch.read_request(**flags)

@@ -6,6 +6,7 @@ import re
 import shlex
 
 from fleet_train.cli import launch as cli
+from fleet_train.cli.on_hosts import FLAGS
 from tests.support.commands import shell_commands
 from tests.support.processes import ROOT
 
@@ -29,7 +30,7 @@ def test_what_the_container_is_given_is_a_launch() -> None:
     entry, *arguments = run[run.index("my-training", run.index("-v")) + 1 :]
     assert entry == "launch"
     context = cli.command.make_context("launch", arguments)
-    asked = {name: value for name, value in context.params.items() if name != "dry_run"}
+    asked = {name: value for name, value in context.params.items() if name not in {"dry_run", *FLAGS}}
     request = cli.read_request(**asked)
     assert (request.hosts, request.command) == (("192.168.1.2", "192.168.1.3"), ("train.py",))
     assert (
