@@ -36,10 +36,13 @@ JOINT = {RESNET18: 192, BYTES: 192}
 """Samples of a machine's batch alone; of a joint batch so many for each."""
 _EVERY, _SETTLING = 4, 12
 """Steps between two measurements of `batch_shares: auto`, and steps that nobody's throughput is taken from."""
+SWAPPED = "auto, parts swapped"
+"""After the steps that settle, the first and the last machine have each other's part of a processor."""
 SETS: dict[str, tuple[str, ...]] = {
     ALONE: (OURS,),
     "equal": (OURS, "--set=batch_shares=equal"),
     "auto": (OURS, "--set=batch_shares=auto", f"--set=batch_shares_steps={_EVERY}"),
+    SWAPPED: (OURS, "--set=batch_shares=auto", f"--set=batch_shares_steps={_EVERY}"),
     "PyTorch, 25 MiB": (f"{TORCH}:ddp",),
     "PyTorch": (f"{TORCH}:ddp_",),
 }
@@ -119,9 +122,14 @@ def run(name: str, task: str, parts: Sequence[float], steps: int, rival: str) ->
                     environ |= {**of_torch, "RANK": str(rank), "WORLD_SIZE": str(ranks)}
                 enter = ["sh", "-c", f'echo $$ > {groups[rank]}/cgroup.procs; exec "$@"', "sh"]
                 processes.append(start([*enter, *command], folder / f"output{rank}", environ, folder))
+            are_swapped = False
             while any(each.poll() is None for each in processes):
                 if any(each.poll() for each in processes):
                     break
+                if name == SWAPPED and not are_swapped and len(notes_of(folder, 0)) >= _SETTLING:
+                    are_swapped = True
+                    limit(groups[0], parts[-1])
+                    limit(groups[-1], parts[0])
                 if name == ALONE and all(len(notes_of(folder / f"{rank}", 0)) >= steps for rank in range(ranks)):
                     break
                 time.sleep(0.2)
@@ -132,16 +140,18 @@ def run(name: str, task: str, parts: Sequence[float], steps: int, rival: str) ->
             stop(processes, _STOP_SECONDS)
         places = [(folder / f"{rank}", 0) if name == ALONE else (folder, rank) for rank in range(ranks)]
         notes = [notes_of(*each) for each in places]
-    settled = [each[_SETTLING if name == "auto" else 2 :] for each in notes]
-    speeds = [sum(size for _, size in each[1:]) / (each[-1][0] - each[0][0]) for each in settled]
-    return {"samples_per_second": round(sum(speeds), 3), "sizes": [each[-1][1] for each in notes]}
+    first = {"auto": _SETTLING, SWAPPED: _SETTLING + 2 * _EVERY}.get(name, 1)
+    speeds = [sum(size for _, size in each[first + 1 :]) / (each[-1][0] - each[first][0]) for each in notes]
+    shown = [_SETTLING - 1, _SETTLING + _EVERY, _SETTLING + 2 * _EVERY] if name == SWAPPED else [-1]
+    sizes = [[each[step][1] for each in notes] for step in shown]
+    return {"samples_per_second": round(sum(speeds), 3), "sizes": sizes}
 
 
 @click.command()
 @click.option("--quotas", default="4:1", help="The machines' parts, such as 2:2:1.")
 @click.option("--processors", default=1.6, help="Of all machines together at most; none has more than one.")
 @click.option("--task", type=click.Choice([RESNET18, BYTES]), default=RESNET18)
-@click.option("--steps", default=12, type=click.IntRange(4), help="Steps that are measured.")
+@click.option("--steps", default=10, type=click.IntRange(4), help="Steps that are measured.")
 @click.option("--rival_python", default=sys.executable, help="A Python with PyTorch.")
 @click.option("--only", multiple=True, type=click.Choice(list(SETS)), help="Only these; may be repeated.")
 @recorded(rounds=3, of_rounds="in each, all contestants in turn")
@@ -161,7 +171,7 @@ def main(
         for _ in range(rounds):
             record["rounds"].append({})
             for name in only or SETS:
-                many = steps + (_SETTLING if name == "auto" else 2)
+                many = steps + {"auto": _SETTLING, SWAPPED: _SETTLING + 2 * _EVERY}.get(name, 2)
                 record["rounds"][-1][name] = run(name, task, parts, many, rival_python)
                 click.echo(f"{name}: {record['rounds'][-1][name]}")
             keep(record, page(record))
@@ -176,18 +186,20 @@ def page(record: Mapping[str, Any]) -> list[str]:
         if of_name:
             ratios = [one["samples_per_second"] / alone["samples_per_second"] for one, alone in of_name]
             speed = statistics.median(one["samples_per_second"] for one, _ in of_name)
-            sizes = ", ".join(map(str, of_name[-1][0]["sizes"]))
+            sizes = "; then ".join(", ".join(map(str, each)) for each in of_name[-1][0]["sizes"])
             rows.append([name, f"{speed:.1f}", spread(ratios, statistics.median(ratios)), sizes])
     parts = ", ".join(f"{each:g}" for each in record["parts"])
     return [
         f"# Unlike machines together: {record['task']}, {record['quotas']}",
         "",
         f"Each machine is a control group with a part of a processor ({parts}); a joint batch has {record['joint']} "
-        "samples for each. *alone*: a model on each machine, side by side, nothing is sent; others: one model on all.",
+        "samples for each. *alone*: a model on each machine, side by side, nothing is sent; others: one model on all. "
+        f"`auto` measures every {_EVERY} steps here. *parts swapped*: the first and the last machine get each other's "
+        "part of a processor in mid-training; sizes before it, after the first measurement since, and after the next.",
         "",
         *told_circumstances(record["circumstances"], "loopback, Gloo"),
         "",
-        *table(["", "samples/s", "over alone: median (range)", "last batches"], rows),
+        *table(["", "samples/s", "over alone: median (range)", "batches of the machines"], rows),
     ]
 
 
