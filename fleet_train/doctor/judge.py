@@ -214,7 +214,9 @@ def speeds(examined: Examination) -> Iterator[Finding]:
         yield _machine(
             "speed", level_below(gflops / median, SPEED_FAIL, SPEED_WARN), host,
             f"one processor does {gflops:.0f} Gflop/s ({processors.name}), {gflops / median:.0%} of the median",
-            f"{SPEED_WARN:.0%}", "cpupower frequency-info; sudo cpupower frequency-set -g performance",
+            f"{SPEED_WARN:.0%}",
+            "cpupower frequency-info; sudo cpupower frequency-set -g performance; for a slower model, launch with "
+            "--set batch_shares=auto",
         )  # fmt: skip
 
 

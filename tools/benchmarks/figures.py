@@ -99,6 +99,11 @@ FIGURES = (
     Figure("docs/how-it-works.md", "step", readings.idle_link,
            "Of the {:.0f} ms in which the link is idle, {:.0f} are the forward pass, {:.0f} the backward pass until "
            "the first large bucket is launched, and {:.0f} the rest"),
+    *(Figure("docs/data.md", f"shares-{kind}", readings.shares,
+             f"| [{words}](benchmarks/{{name}}.md) | {{:.2f}} ({{:.2f}} to {{:.2f}}) | {{:.2f}} | {{:.2f}} |")
+      for kind, words in {"resnet18": "ResNet-18, 4 : 1", "resnet18-3": "ResNet-18, 2 : 2 : 1",
+                          "bytes": "a small language model, 4 : 1",
+                          "bytes-3": "a small language model, 2 : 2 : 1"}.items()),
     Figure("docs/methods.md", "next-step", readings.next_step,
            "a step takes {:.2f} ({:.2f} to {:.2f}) of one of `multi_node`, {:.2f} ({:.2f} to {:.2f}) of one of the "
            "best of PyTorch DDP's bucket sizes, and {:.2f} ({:.2f} to {:.2f}) of the larger of computing alone and "

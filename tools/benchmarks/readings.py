@@ -224,6 +224,18 @@ def over_torch(record: Content) -> list[float]:
     return [figure for each in found for figure in (_median(each), *_ends(each))]
 
 
+def shares(record: Content) -> list[float]:
+    """Over what the machines compute alone: measured shares with their range, equal ones, and PyTorch's better bucket
+    size with equal ones."""
+
+    def ratios(name: str) -> list[float]:
+        return [each[name]["samples_per_second"] / each["alone"]["samples_per_second"] for each in record["rounds"]]
+
+    torch = max(_median(ratios(name)) for name in record["rounds"][0] if name.startswith("PyTorch"))
+    auto = ratios("auto")
+    return [_median(auto), *_ends(auto), _median(ratios("equal")), torch]
+
+
 def next_step(record: Content) -> list[float]:
     """The step with updates in the next one, over that without, over PyTorch's best, and over the larger of computing
     alone and the time of the busy link: median, smallest and largest round of each. The same of the step without, over

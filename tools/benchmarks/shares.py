@@ -24,18 +24,21 @@ from typing import Any
 
 import click
 
+from fleet_train.cluster.shares import dealt
 from tools.benchmarks.contestants import ALONE, OURS, TORCH
 from tools.benchmarks.record import Keep, circumstances, recorded, spread, table, told_circumstances
 from tools.benchmarks.tasks import BYTES, RESNET18, TASKS
 from tools.demo import free_port
 from tools.processes import ROOT, Process, leaving_on_signals, start, stop
 
-_PERIOD_US, _STOP_SECONDS = 20_000, 30.0
+_PERIOD_US, _STOP_SECONDS = 100_000, 30.0
 _GROUPS = Path("/sys/fs/cgroup")
 JOINT = {RESNET18: 192, BYTES: 192}
-"""Samples of a machine's batch alone; of a joint batch so many for each."""
+"""Samples of a joint batch for each machine. Alone, machines take parts of it in proportion to their processors."""
 _EVERY, _SETTLING = 4, 12
 """Steps between two measurements of `batch_shares: auto`, and steps that nobody's throughput is taken from."""
+# Else glibc gives large arrays back to the kernel after each step, most of all in a job of one rank: 15 % of its time.
+_ENVIRON = {"OMP_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": "8000000000", "MALLOC_MMAP_MAX_": "0"}
 SWAPPED = "auto, parts swapped"
 """After the steps that settle, the first and the last machine have each other's part of a processor."""
 SETS: dict[str, tuple[str, ...]] = {
@@ -74,28 +77,32 @@ def limit(group: Path, part: float) -> None:
     (group / "cpu.cfs_quota_us").write_text(str(quota))
 
 
-def commands(name: str, task: str, ranks: int, steps: int, folder: Path, rival: str) -> list[list[str]]:
+def commands(name: str, task: str, parts: Sequence[float], steps: int, folder: Path, rival: str) -> list[list[str]]:
     """One for each machine."""
+    ranks = len(parts)
     kind, *flags = SETS[name]
     kind += TASKS[task].bucket if kind.endswith("_") else ""
-    joint = JOINT[task] * (1 if name == ALONE else ranks)
-    many = 1_000_000 if name == ALONE else steps  # until the slowest one has made them
-    program = [str(Path(__file__).with_name("shares_rank.py")), kind, task, str(joint), str(many)]
+    joint = JOINT[task] * ranks
+
+    def program(samples: int, steps: int, folder: Path) -> list[str]:
+        script = Path(__file__).with_name("shares_rank.py")
+        return [str(script), kind, task, str(samples), str(steps), str(folder)]
+
     if kind != OURS:
-        return [[rival, *program, str(folder)]] * ranks
+        return [[rival, *program(joint, steps, folder)]] * ranks
     hosts = [f"127.0.0.{number + 2}" for number in range(ranks)]
     first = free_port((*hosts, "127.0.0.1"), 2 * ranks)
     launch = [sys.executable, "-m", "fleet_train", "launch", "--nproc_per_node=1"]
     if name == ALONE:
-        places = [folder / f"{rank}" for rank in range(ranks)]
-        ports = [f"--started_port={first + 2 * rank}" for rank in range(ranks)]
-        return [
-            [*launch, port, f"--log_dir={place / 'log'}", *program, str(place)]
-            for place, port in zip(places, ports, strict=True)
-        ]
+        alone = []
+        for rank, samples in enumerate(dealt(joint, parts)):
+            place, port = folder / f"{rank}", f"--started_port={first + 2 * rank}"
+            many = 1_000_000  # until the slowest one has made its steps
+            alone.append([*launch, port, f"--log_dir={place / 'log'}", *program(samples, many, place)])
+        return alone
     where = [f"--started_port={first}", f"--cluster_node_ips={','.join(hosts)}"]
     return [
-        [*launch, *where, f"--node_ip={host}", f"--log_dir={folder / host}", *flags, *program, str(folder)]
+        [*launch, *where, f"--node_ip={host}", f"--log_dir={folder / host}", *flags, *program(joint, steps, folder)]
         for host in hosts
     ]
 
@@ -116,8 +123,8 @@ def run(name: str, task: str, parts: Sequence[float], steps: int, rival: str) ->
         of_torch["GLOO_SOCKET_IFNAME"] = "lo"
         processes: list[Process] = []
         try:
-            for rank, command in enumerate(commands(name, task, ranks, steps, folder, rival)):
-                environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            for rank, command in enumerate(commands(name, task, parts, steps, folder, rival)):
+                environ = {**os.environ, "PYTHONPATH": str(ROOT), **_ENVIRON}
                 if SETS[name][0] != OURS:
                     environ |= {**of_torch, "RANK": str(rank), "WORLD_SIZE": str(ranks)}
                 enter = ["sh", "-c", f'echo $$ > {groups[rank]}/cgroup.procs; exec "$@"', "sh"]
@@ -193,7 +200,9 @@ def page(record: Mapping[str, Any]) -> list[str]:
         f"# Unlike machines together: {record['task']}, {record['quotas']}",
         "",
         f"Each machine is a control group with a part of a processor ({parts}); a joint batch has {record['joint']} "
-        "samples for each. *alone*: a model on each machine, side by side, nothing is sent; others: one model on all. "
+        "samples for each. *alone*: a model on each machine, side by side, with a part of that batch in proportion to "
+        "its processor, and nothing is sent; others: one model on all. All keep their memory between steps "
+        f"({', '.join(name for name in _ENVIRON if name.startswith('MALLOC'))}). "
         f"`auto` measures every {_EVERY} steps here. *parts swapped*: the first and the last machine get each other's "
         "part of a processor in mid-training; sizes before it, after the first measurement since, and after the next.",
         "",
