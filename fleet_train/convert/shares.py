@@ -65,7 +65,8 @@ class BatchShares:
                     "fleet.batch_size with batch_shares: auto is called on another thread than the one that trains: "
                     "its ranks agree in it; call it in the loop, before the step"
                 )
-            if done == _FIRST_CALLS or (done and done % self._profile.batch_shares_steps == 0):
+            every = self._profile.batch_shares_steps
+            if done and (done % every == 0 or done == min(every, _FIRST_CALLS)):
                 log_once([line] if (line := self.adjust(samples)) else [], self._job.cluster.rank)
         ends = list(accumulate(dealt(samples, self.now), initial=0))
         rank = self._job.cluster.rank

@@ -141,7 +141,7 @@ class ProgramKnobs(CompressionKnobs):
         ge=1,
         le=1_000_000_000,
         only_with=OnlyWith("batch_shares", ("auto",)),
-        meaning="In a loop of one's own: steps between two measurements. The first one comes after 10.",
+        meaning="In a loop of one's own: steps between two measurements. The first one comes after 10, or after fewer.",
         reason="Counted in calls of fleet.batch_size, at which all ranks agree. Epochs of `Trainer` and of a loader of "
         "`fleet.resumable` do not need it.",
     )

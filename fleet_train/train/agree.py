@@ -99,7 +99,7 @@ class Dealing:
             what = type(loader if self._sampler is None else self._sampler).__name__
             raise errors.DataError(
                 f"batch_shares: {fleet.profile().batch_shares} needs a ShardedBatchSampler (--shard_by sample), which "
-                f"deals each joint batch; a {what} does not: use batch_shares: equal, or feed fleet.batch_size(GLOBAL) "
+                f"deals each joint batch; {what} does not: use batch_shares: equal, or feed fleet.batch_size(GLOBAL) "
                 "samples in a loop of your own"
             )
         self.deal()

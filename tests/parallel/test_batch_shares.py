@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 from paddle import nn
 
 from fleet_train import fleet, role_maker
-from fleet_train.data import BatchLoader, ShardedBatchSampler, synthetic
+from fleet_train.data import BatchLoader, OwnDataSampler, ShardedBatchSampler, synthetic
 from fleet_train.data.loader import keep
 from fleet_train.errors import DataError, ProfileError
 from fleet_train.profile import Profile
@@ -190,6 +191,19 @@ def sizes_of_own_loop() -> None:
     report(fleet.worker_index(), sizes=sizes, said=said)
 
 
+def refused_runs() -> None:
+    """A script in which nobody deals, data of a rank's own, and a call on another thread."""
+    rank, ranks, said = fleet.worker_index(), fleet.worker_num(), list[str]()
+    model = Model(plain, 1, Profile(batch_shares="auto"))
+    model.step(joint_batch(rank))
+    with ThreadPoolExecutor(1) as thread:
+        said.append(str(thread.submit(fleet.batch_size, 64).exception()))
+    own = BatchLoader(synthetic(40, (6,), 3).train, OwnDataSampler(40, 4, total_ranks=ranks))
+    with pytest.raises(DataError) as refused:
+        Trainer(None, model.loss, own, TrainerSettings(1))
+    report(rank, said=[*said, str(refused.value)])
+
+
 def too_many_shares() -> None:
     fleet.distributed_optimizer(paddle.optimizer.SGD(0.1), Profile(batch_shares=[1.0] * 7))
 
@@ -271,7 +285,13 @@ def copy_of(run: Path, other: Path) -> None:
     shutil.copytree(run, other)
 
 
-RUNS = {"dealt": dealt_runs, "own": own_loop, "sizes": sizes_of_own_loop, "trainer": trainer_runs}
+RUNS = {
+    "dealt": dealt_runs,
+    "own": own_loop,
+    "sizes": sizes_of_own_loop,
+    "refused": refused_runs,
+    "trainer": trainer_runs,
+}
 
 
 def main() -> None:
@@ -349,6 +369,16 @@ def test_given_shares_are_whole_numbers_of_samples_and_those_that_fit_no_job_are
         "batch_shares: [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0] has 7 numbers, and the job 2 ranks; give one for each, or "
         "auto",
     ]
+
+
+def test_shares_that_nobody_deals_by_are_named_and_what_cannot_deal_is_refused(tmp_path: Path) -> None:
+    result = run(tmp_path, 2, "refused")
+    ignored = "fleet_train: batch_shares: auto, and nobody deals by it: each rank is fed what the script reads; feed "
+    assert [rank.output.count(ignored) for rank in result.ranks] == [1, 0], result.report()
+    for thread, own in result.of_all("said"):
+        assert thread.startswith("fleet.batch_size with batch_shares: auto is called on another thread")
+        assert own.startswith("batch_shares: auto needs a ShardedBatchSampler (--shard_by sample)")
+        assert "OwnDataSampler does not" in own
 
 
 @pytest.mark.parametrize("ranks", RANKS)

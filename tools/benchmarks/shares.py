@@ -35,7 +35,7 @@ _PERIOD_US, _STOP_SECONDS = 100_000, 30.0
 _GROUPS = Path("/sys/fs/cgroup")
 JOINT = {RESNET18: 192, BYTES: 192}
 """Samples of a joint batch for each machine. Alone, machines take parts of it in proportion to their processors."""
-_EVERY, _SETTLING = 4, 12
+_EVERY, _SETTLING = 6, 18
 """Steps between two measurements of `batch_shares: auto`, and steps that nobody's throughput is taken from."""
 # Else glibc gives large arrays back to the kernel after each step, most of all in a job of one rank: 15 % of its time.
 _ENVIRON = {"OMP_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": "8000000000", "MALLOC_MMAP_MAX_": "0"}
