@@ -166,7 +166,7 @@ def main(
     rounds: int, quotas: str, processors: float, task: str, steps: int, rival_python: str, only: Sequence[str],
     keep: Keep,
 ) -> None:  # fmt: skip
-    """Measure it, and print the table."""
+    """Measure it, and print the table. A record of this name that is there gets more rounds."""
     given = [float(each) for each in quotas.split(":")]
     scale = min(1 / max(given), processors / sum(given))
     parts = [round(scale * each, 3) for each in given]
@@ -174,6 +174,7 @@ def main(
         "circumstances": circumstances(), "task": task, "quotas": quotas, "parts": parts, "joint": JOINT[task],
         "steps": steps, "rounds": [],
     }  # fmt: skip
+    record = keep.begun(record)
     with leaving_on_signals():
         for _ in range(rounds):
             record["rounds"].append({})
