@@ -57,9 +57,9 @@ def batch_size(global_batch_size: int) -> int:
     """How many of ``global_batch_size`` samples this rank is to be fed in the next step, by the profile's
     ``batch_shares``: the ranks' numbers add up to it.
 
-    With ``batch_shares: auto`` all ranks call it once before each step, on the thread that trains; after 10 calls, and
-    then at every ``batch_shares_steps``-th one, they agree on new shares in it. Raises DataError for fewer samples than
-    ranks.
+    With ``batch_shares: auto`` all ranks call it once before each step, on the thread that trains; after 10 calls at
+    the latest, and then after every ``batch_shares_steps``, they agree on new shares in it. Raises DataError for fewer
+    samples than ranks.
     """
     mine = batch_slice(global_batch_size)
     return int(mine.stop - mine.start)
