@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from itertools import accumulate
 from statistics import median
 
-from fleet_train.cluster.shares import bounded, dealt, measured_shares
+from fleet_train.cluster.shares import bounded, dealt, measured_shares, part_of
 from fleet_train.collectives.job import Job
 from fleet_train.errors import DataError, ProfileError
 from fleet_train.log import log_once
@@ -67,10 +66,8 @@ class BatchShares:
                 )
             every = self._profile.batch_shares_steps
             if done and (done % every == 0 or done == min(every, _FIRST_CALLS)):
-                log_once([line] if (line := self.adjust(samples)) else [], self._job.cluster.rank)
-        ends = list(accumulate(dealt(samples, self.now), initial=0))
-        rank = self._job.cluster.rank
-        return slice(ends[rank], ends[rank + 1])
+                log_once(filter(None, [self.adjust(samples)]), self._job.cluster.rank)
+        return part_of(samples, self.now, self._job.cluster.rank)
 
     def adjust(self, samples: int) -> str | None:
         """With ``auto``, go over to shares with which all ranks compute equally long, if that is worth it; returns what
@@ -102,7 +99,8 @@ class BatchShares:
             return []
         if len(saved) != len(self.now):
             return [f"batch_shares: the checkpoint has those of {len(saved)} ranks; they are measured anew"]
-        self.now = tuple(saved)
+        fits = all(share <= most for share, most in zip(saved, self._most, strict=True))
+        self.now = tuple(saved if fits else bounded(saved, self._most))  # max_share may be lower now
         return [f"batch_shares: {self.in_words()}"]
 
     def in_words(self) -> str:

@@ -63,6 +63,7 @@ def test_any_deal_is_whole_near_its_shares_and_larger_for_larger_shares(seed: in
         ((8, 1, 1), (0.5, 1, 1), [0.5, 0.25, 0.25]),
         ((8, 1, 1), (0.5, 0.2, 1), [0.5, 0.2, 0.3]),  # what one may not have goes on to the next
         ((1, 1), (0.5, 0.5), [0.5, 0.5]),
+        ((1, 1, 1), (0.7, 0.2, 0.1), [0.7, 0.2, 0.1]),
     ],
 )
 def test_what_is_above_a_bound_is_divided_over_the_others(
