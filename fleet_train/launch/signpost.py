@@ -116,7 +116,7 @@ class Signpost:
                 key = f"{card['host']} {card['place']}"
                 self._seen[key] = self._seen.get(key, 0) + 1
                 if str(card["place"]) not in here and self._seen[key] >= _LOOKS:
-                    self._tell(index, port, card)
+                    self._tell(index, port)
                     self._learn(card)
                     return
 
@@ -163,13 +163,17 @@ class Signpost:
     def _hear(self, told: list[Card]) -> None:
         """Another launcher has found this one, and shown its card; or one like this, and shown a third one's."""
         for card in told:
-            if card["program"] == self._card["program"] and card["place"] != self._card["place"]:
+            ours = self._card["program"] == card["program"]
+            if ours and self._card["place"] != card["place"] and not self.difference:
                 self._learn(card)
 
-    def _tell(self, index: int, port: int, card: Card) -> None:
-        """Show our card there, and that card to the other launchers like us, which may not see it any more."""
+    def _tell(self, index: int, port: int) -> None:
+        """Show our card there: whoever it is learns of us, and need not have seen us."""
         with suppress(FleetTrainError, OSError), self._visited(index, port, _LAST_WORD) as client:
             client.set(f"{_TOLD}{secrets.token_hex(4)}", self._card)
+
+    def _pass_on(self, card: Card) -> None:
+        """Show it to the other launchers like us, which may not see it any more: who learns of one ends."""
         for other in self._asked():
             for where, like_us, _ in list(self._cards(other, _LAST_WORD)):
                 if like_us["place"] == self._card["place"] and like_us["program"] == self._card["program"]:
@@ -177,6 +181,7 @@ class Signpost:
                         client.set(f"{_TOLD}{secrets.token_hex(4)}", card)
 
     def _learn(self, card: Card) -> None:
+        self._pass_on(card)
         hosts = self._node.addresses
         there = self._node.describe(hosts.index(card["host"])) if card["host"] in hosts else card["host"]
         here, ours, theirs = self._node.describe(), self._card, card

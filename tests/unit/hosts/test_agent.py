@@ -50,6 +50,13 @@ class Far:
         self.send(run={"command": [sys.executable, "-c", code], "stop_seconds": stop_seconds, "marker": marker})
 
 
+def has_ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 @pytest.fixture
 def far() -> Iterator[Far]:
     each = Far()
@@ -122,14 +129,14 @@ def test_the_end_of_the_connection_ends_the_command_and_its_group(far: Far) -> N
     assert far.process.stdin is not None
     far.process.stdin.close()
     assert far.process.wait(20) == 0
-    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    until(lambda: has_ended(pid))
 
 
 def test_the_end_of_the_agent_ends_the_command(far: Far) -> None:
     far.run("import os, time; print(os.getpid(), flush=True); time.sleep(100)")
     pid = int(far.until("out")[-1]["out"])
     far.process.kill()
-    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    until(lambda: has_ended(pid))
 
 
 def test_a_signal_reaches_the_command(far: Far) -> None:

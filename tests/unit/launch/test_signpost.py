@@ -17,6 +17,7 @@ from fleet_train.launch.node import Node
 from fleet_train.launch.request import LaunchRequest
 from fleet_train.launch.signpost import Signpost, program_of
 from tests.support.ports import free_ports
+from tests.support.processes import until
 
 HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 TRAIN = ["/home/me/train.py"]
@@ -47,8 +48,8 @@ def waiting(
 
 def told(waits: Signpost, seconds: float = 40.0) -> str:
     """What a launcher is told within the time; empty: nothing."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
         try:
             waits.refuse()
         except ScheduleMismatch as error:
@@ -103,6 +104,24 @@ def test_of_three_all_learn_which_one_differs_and_the_last_one_too(odd: int) -> 
     assert ["--started_port is 6180 there and 6170 here" in each for each in said] == [True, True], said
     assert [HOSTS[odd] in each for each in said] == [True, True]
     assert "--started_port is 6170 there and 6180 here" in of_late
+
+
+def test_who_is_told_passes_it_on() -> None:
+    """The third launcher has found one of two, and ended: the other one never sees it."""
+    with ExitStack() as stack:
+        one, other = (waiting(stack, host, HOSTS) for host in HOSTS[1:])
+        server = until(lambda: one._server)
+        third = {
+            **one._card,
+            "host": HOSTS[0],
+            "place": ["elsewhere"],
+            "facts": {**one._card["facts"], "--started_port": 6180},
+        }
+        with other._visited(1, server.port) as client:
+            client.set("told third", third)
+        said = told(one), told(other)
+    assert ["node 0 (127.0.0.2)" in each for each in said] == [True, True], said
+    assert ["--started_port is 6180 there and 6170 here" in each for each in said] == [True, True], said
 
 
 def test_who_waits_for_its_own_job_or_runs_another_program_is_left_alone() -> None:
