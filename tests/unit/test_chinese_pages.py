@@ -1,0 +1,80 @@
+"""The Chinese pages say what the English ones say: the same commands, code, names, numbers and links in every section."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import ROOT
+
+ENGLISH, CHINESE = ROOT / "docs", ROOT / "docs" / "zh"
+PAGES = sorted(path.name for path in CHINESE.glob("*.md"))
+_COMMENT = re.compile(r"(^|\s+)#(\s.*)?$")
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_NUMBER = re.compile(r"\d[\d,.]*\d|\d")
+
+
+@dataclass
+class Section:
+    """What a section has that no translation changes."""
+
+    level: int
+    code: list[str] = field(default_factory=list)
+    links: Counter[str] = field(default_factory=Counter)
+    names: set[str] = field(default_factory=set)
+    numbers: Counter[str] = field(default_factory=Counter)
+
+
+def sections(path: Path) -> Iterator[Section]:
+    """By heading, in order; the first one is that of the title."""
+    section, fence = Section(0), ""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if fence:
+            section.code.append(line if fence.endswith("text") else _COMMENT.sub("", line))
+            fence = "" if line.strip() == fence.strip()[:3] else fence
+        elif line.strip().startswith("```"):
+            fence = line
+            section.code.append(line)
+        elif heading := re.match(r"(#+) ", line):
+            yield section
+            section = Section(len(heading[1]))
+            _read(line[len(heading[0]) :], path, section)
+        else:
+            _read(line, path, section)
+    yield section
+
+
+def _read(line: str, path: Path, section: Section) -> None:
+    section.links.update(_target(link, path) for link in _LINK.findall(line))
+    line = _LINK.sub("]", line)
+    section.names |= set(re.findall(r"`([^`]+)`", line))
+    section.numbers.update(_NUMBER.findall(re.sub(r"`[^`]+`", "", line)))
+
+
+def _target(link: str, path: Path) -> str:
+    """Where a link leads, without its anchor; a page and its translation are the same."""
+    if re.match(r"[a-z]+:", link):
+        return link
+    name = link.partition("#")[0]
+    where = posixpath.normpath(posixpath.join(path.parent.relative_to(ROOT).as_posix(), name) if name else path.name)
+    return {"README_cn.md": "README.md"}.get(where, where.replace("docs/zh/", "docs/")) if name else "this page"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_chinese_page_has_the_commands_names_numbers_and_links_of_the_english_one(page: str) -> None:
+    theirs, ours = list(sections(ENGLISH / page)), list(sections(CHINESE / page))
+    assert [each.level for each in ours] == [each.level for each in theirs]
+    for number, (here, there) in enumerate(zip(ours, theirs, strict=True)):
+        assert here == there, f"section {number}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_chinese_page_leads_to_chinese_pages(page: str) -> None:
+    links = {link.partition("#")[0] for link in _LINK.findall((CHINESE / page).read_text(encoding="utf-8"))}
+    assert not links & {f"../{name}" for name in PAGES}
