@@ -30,31 +30,31 @@ class Section:
     names: set[str] = field(default_factory=set)
     numbers: Counter[str] = field(default_factory=Counter)
 
+    def read(self, text: str, path: Path) -> Section:
+        text = " ".join(text.split())
+        self.links.update(_target(link, path) for link in _LINK.findall(text))
+        text = _LINK.sub("]", text)
+        self.names |= set(re.findall(r"`([^`]+)`", text))
+        self.numbers.update(_NUMBER.findall(re.sub(r"`[^`]+`", "", text)))
+        return self
+
 
 def sections(path: Path) -> Iterator[Section]:
-    """By heading, in order; the first one is that of the title."""
-    section, fence = Section(0), ""
+    """By heading, in order; the first one is what comes before the title."""
+    section, text, fence = Section(0), "", ""
     for line in path.read_text(encoding="utf-8").splitlines():
         if fence:
             section.code.append(line if fence.endswith("text") else _COMMENT.sub("", line))
-            fence = "" if line.strip() == fence.strip()[:3] else fence
+            fence = "" if line.strip() == "```" else fence
         elif line.strip().startswith("```"):
             fence = line
             section.code.append(line)
         elif heading := re.match(r"(#+) ", line):
-            yield section
-            section = Section(len(heading[1]))
-            _read(line[len(heading[0]) :], path, section)
+            yield section.read(text, path)
+            section, text = Section(len(heading[1])), line[len(heading[0]) :]
         else:
-            _read(line, path, section)
-    yield section
-
-
-def _read(line: str, path: Path, section: Section) -> None:
-    section.links.update(_target(link, path) for link in _LINK.findall(line))
-    line = _LINK.sub("]", line)
-    section.names |= set(re.findall(r"`([^`]+)`", line))
-    section.numbers.update(_NUMBER.findall(re.sub(r"`[^`]+`", "", line)))
+            text += "\n" + line
+    yield section.read(text, path)
 
 
 def _target(link: str, path: Path) -> str:
