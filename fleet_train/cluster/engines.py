@@ -8,8 +8,8 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fleet_train.cluster import kubernetes, mpi, network, slurm
-from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS, NO_HOST, may_be_host
+from fleet_train.cluster import horovod, kubernetes, mpi, network, slurm
+from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS, NO_HOST, is_number, may_be_host
 from fleet_train.cluster.started import Started, Variables, endpoint
 from fleet_train.errors import ClusterError, JoinTimeout
 
@@ -58,6 +58,7 @@ Reader = Callable[[Mapping[str, str]], Started | None]
 _READERS: tuple[tuple[str, Reader], ...] = (
     ("mpi", mpi.read_open_mpi),
     ("mpi", mpi.read_hydra),
+    ("horovod", horovod.read),
     ("slurm", slurm.read),
     ("torchrun", read_torchrun),
     ("kubernetes", kubernetes.read_indexed_job),
@@ -110,6 +111,35 @@ def alone_in_allocation(environ: Mapping[str, str]) -> str:
     )
 
 
+# Not SLURM_NTASKS: of an allocation it is a bound, with which users ask for processors.
+_COUNTS = """HOROVOD_SIZE OMPI_COMM_WORLD_SIZE MV2_COMM_WORLD_SIZE PMI_SIZE JSM_NAMESPACE_SIZE DMLC_NUM_WORKER
+    SLURM_STEP_NUM_TASKS WORLD_SIZE LOCAL_WORLD_SIZE""".split()
+_NUMBERS = """HOROVOD_RANK OMPI_COMM_WORLD_RANK MV2_COMM_WORLD_RANK PMI_RANK PALS_RANKID JSM_NAMESPACE_RANK
+    SLURM_PROCID RANK LOCAL_RANK""".split()
+
+
+def alone_despite(environ: Mapping[str, str], ranks: int = 1) -> str:
+    """The message for a job of so many ranks, on one node, whose environment says that there are more processes, or
+    nodes; "" otherwise, and where ``FLEET_TRAIN_ENGINE=none`` was chosen."""
+    if "FLEET_TRAIN_STORE" in environ or environ.get(ENGINE, "").strip() == "none":
+        return ""
+    more = [f"{name}={environ[name]}" for name in _COUNTS if _number(environ, name) > ranks]
+    more += [f"{name}={environ[name]}" for name in _NUMBERS if _number(environ, name) >= ranks]
+    if not more:
+        return alone_in_allocation(environ)
+    alone = "this process trains alone" if ranks == 1 else f"this job has {ranks} ranks"
+    return (
+        f"{alone}, although {more[0]} says that there are more: no engine of docs/engines.md has set all of its "
+        "variables here (torchrun's are RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT). Start the script with "
+        f"python -m fleet_train launch; {ENGINE}=none (launch: --engine none) says that it is a job of its own"
+    )
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "").strip()
+    return int(text) if is_number(text) else 0
+
+
 @dataclass(frozen=True)
 class MeetingPoint:
     """The place where the processes meet. ``hosts``: addresses of all nodes in the engine's order, if it lists them."""
@@ -140,15 +170,17 @@ def locate(
         return MeetingPoint(hosts[0], started.port or DEFAULT_PORT, hosts)
     if started.master:
         return _named(started.master, started.port or DEFAULT_PORT, started)
-    place, _, secret = _told_by_mpirun(started, environ, timeout_seconds).partition("/")
+    place, _, secret = _told_by_engine(started, environ, timeout_seconds).partition("/")
     host, port = endpoint(place, started.engine)
     assert port is not None
     return MeetingPoint(host, port, secret=secret)
 
 
-def _told_by_mpirun(started: Started, environ: Mapping[str, str], timeout_seconds: float) -> str:
+def _told_by_engine(started: Started, environ: Mapping[str, str], timeout_seconds: float) -> str:
     own = _own_endpoint(started, environ) if started.index == 0 else None
     try:
+        if started.engine == horovod.ENGINE:
+            return horovod.exchange(own, environ, timeout_seconds)
         if "PMI_FD" in environ or "PMI_PORT" in environ:
             return mpi.exchange_pmi(started, own, environ, timeout_seconds)
         return mpi.exchange_pmix(own, environ, timeout_seconds) or _where_mpirun_is(started, environ)

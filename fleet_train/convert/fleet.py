@@ -17,7 +17,7 @@ import numpy as np
 
 from fleet_train.cluster.at_import import warning_of
 from fleet_train.cluster.cluster import Cluster
-from fleet_train.cluster.engines import alone_in_allocation, detect
+from fleet_train.cluster.engines import alone_despite, detect
 from fleet_train.cluster.flight.trace import read_steps
 from fleet_train.collectives.paddle_compat import require_paddle
 from fleet_train.convert import process
@@ -170,7 +170,9 @@ def init(
 def _who_started(cluster: Cluster) -> str:
     """One line about an engine that has started the ranks, or should have."""
     if cluster.world_size == 1:
-        return alone_in_allocation(os.environ)
+        if alone := alone_despite(os.environ):
+            session.current().advise(ClusterError(alone))
+        return ""
     started = None
     with contextlib.suppress(ClusterError):  # joining has removed torchrun's MASTER_ADDR, which Paddle would take
         started = detect(os.environ)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import fleet_train
 from fleet_train import timeouts
 from fleet_train.cluster import network
-from fleet_train.cluster.engines import OWN_ALIASES, detect, locate
+from fleet_train.cluster.engines import OWN_ALIASES, alone_despite, detect, locate
 from fleet_train.cluster.environment import SETTINGS, is_strict
 from fleet_train.cluster.partial import PartialCluster, complete
 from fleet_train.cluster.started import Started
@@ -128,6 +128,7 @@ def prepare(request: LaunchRequest, environ: Mapping[str, str], offered: Profile
     check_program(request)
     strategy, profile = (None, offered) if offered else load_strategy(request.strategy, request.settings)
     node = place(request, machine)
+    _refuse_to_be_alone(node, request, environ)
     node = take_ports(node, request)
     access = access_of_request(request, node, environ)
     check_log_dir(request.log_dir, request.log_flag)
@@ -195,6 +196,15 @@ def with_nodes_of_engine(request: LaunchRequest, environ: Mapping[str, str]) -> 
         started_port=request.started_port if request.started_port is not None else port,
         job_id=request.job_id or environ.get(JOB_ID) or started.job,
     )
+
+
+def _refuse_to_be_alone(node: Node, request: LaunchRequest, environ: Mapping[str, str]) -> None:
+    """Say that the environment speaks of more processes than the job has. Raises ClusterError with ``--strict``."""
+    is_chosen = request.engine == "none" or len(node.addresses) > 1
+    if not is_chosen and (alone := alone_despite(environ, node.processes)):
+        if request.strict or is_strict(environ):
+            raise ClusterError(alone)
+        logger.warning(alone)
 
 
 def _processes(request: LaunchRequest, started: Started) -> int | None:
