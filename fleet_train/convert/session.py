@@ -28,6 +28,7 @@ from fleet_train.collectives.job import Job
 from fleet_train.collectives.join import clock_of, join
 from fleet_train.collectives.paddle_compat import ensured_dynamic_mode
 from fleet_train.convert import process, verify
+from fleet_train.convert.draws import advice_about_draws
 from fleet_train.convert.foreign import refuse_foreign_fetches
 from fleet_train.convert.next_step.runs import NextStep
 from fleet_train.convert.optimizer import DistributedOptimizer
@@ -114,6 +115,8 @@ class Session:
                     "fleet_train.data.ShardedBatchSampler(shares=fleet.batch_shares()), a Trainer or fleet.resumable"
                 )
             )
+        if exchanges_in(program) and (same := advice_about_draws(self.job, program)):
+            self.advise(same)
         if not where:
             return
         ranks = self.job.world_size
