@@ -1,4 +1,4 @@
-"""Do the ranks draw the same random numbers for their samples, where one process draws others for each (dropout, noise)?
+"""Do the ranks draw the same random numbers for their samples (dropout, noise), and one process others for each?
 
 Compared once, before a converted program runs for the first time: the state of Paddle's generator, and the seeds that
 its operators have of their own. What has no samples (a mask of weights) is one draw for all of them, and is left alone.
