@@ -3,6 +3,8 @@ and `ABSENT`, every name of Fleet's facade, 1.8 and 2.x, that ours does not have
 
 from __future__ import annotations
 
+import math
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -107,6 +109,57 @@ def reduce(call: str, values: Array, op: str) -> Array:
     return (total / job.world_size).astype(values.dtype) if op == "mean" else total
 
 
+def broadcast(array: Any, source: int = 0) -> Array:
+    """The numpy array of rank ``source`` on every rank, bit by bit; what the others pass is ignored, None will do:
+    ``weights = fleet.broadcast(np.load("w.npy") if fleet.is_first_worker() else None)``.
+
+    All ranks call it in the same order. Any dtype but objects. Raises ConversionError for those, and for a ``source``
+    that is no rank. Parameters that one rank has loaded need none: ``fleet.synchronize_parameters()``.
+    """
+    job, call = current().job, "fleet.broadcast()"
+    if not 0 <= source < job.world_size:
+        raise ConversionError(f"{call}: source={source} is no rank; ranks are 0 to {job.world_size - 1}")
+    is_source = job.cluster.rank == source
+    with job.inside(call):
+        about = job.broadcast(f"broadcast {job.count('broadcast')}", _about(array, call) if is_source else None, source)
+    return _joined(call, array if is_source else None, [about])[0]
+
+
+def all_gather(array: Any) -> list[Array]:
+    """The numpy arrays of all ranks, by rank, on every rank, bit by bit: shapes may differ, dtypes too.
+
+    For results of an evaluation; every rank holds them all. All ranks call it in the same order. Any dtype but objects,
+    for which ConversionError is raised; JSON values of any kind: ``fleet.gather``.
+    """
+    job, call = current().job, "fleet.all_gather()"
+    return _joined(call, array, values_of_all(call, _about(array, call)), job.cluster.rank)
+
+
+def _about(array: Any, call: str) -> list[Any]:
+    values = np.asarray(array)
+    if values.dtype.hasobject:
+        raise ConversionError(f"{call} takes numpy arrays of numbers, not {type(array).__name__}; use fleet.gather")
+    return [values.dtype.str, list(values.shape)]
+
+
+def _joined(call: str, array: Any, about: list[list[Any]], place: int = 0) -> list[Array]:
+    """Arrays of which each rank has one or none, in the order of ``about``; ``place``: that of this rank's. Sums with
+    zeros, of the bits as whole numbers: what is summed is exact."""
+    shapes = [(np.dtype(name), tuple(shape)) for name, shape in about]
+    words = [-(-dtype.itemsize * math.prod(shape) // 4) for dtype, shape in shapes]
+    ends = list(accumulate(words, initial=0))
+    sent = np.zeros(ends[-1], np.int32)
+    if array is not None:
+        given = np.ascontiguousarray(array).tobytes()
+        sent[ends[place] : ends[place + 1]].view(np.uint8)[: len(given)] = np.frombuffer(given, np.uint8)
+    bits = (reduce(call, sent, "sum") if sent.size else sent).tobytes()
+    starts = zip(shapes, ends, strict=False)
+    return [
+        np.frombuffer(bits, dtype, math.prod(shape), 4 * start).reshape(shape).copy()
+        for (dtype, shape), start in starts
+    ]
+
+
 def _refuse_servers(name: str, comm_world: str) -> None:
     if comm_world not in _COLLECTIONS:
         raise ConversionError(
@@ -148,6 +201,30 @@ _ABSENT = {
     "InMemoryDataset QueueDataset MultiSlotDataGenerator MultiSlotStringDataGenerator": (
         "is in fleet_train.compat, for compat.train_from_dataset; docs/old-programs.md has a recipe"
     ),
+    "send recv isend irecv P2POp batch_isend_irecv scatter reduce reduce_scatter all_to_all allreduce_async": (
+        "is not there: data parallel ranks do the same. Arrays reach all ranks by fleet.all_reduce, fleet.broadcast or "
+        "fleet.all_gather, small values of any kind by fleet.gather"
+    ),
+    "barrier": "is fleet.barrier_worker()",
+    "get_rank": "is fleet.worker_index()",
+    "get_world_size size": "is fleet.worker_num()",
+    "local_size": "is not there; fleet.local_rank() is the index on the node, fleet.node_num() the number of nodes",
+    "init_process_group init_parallel_env is_initialized": "is fleet.init(is_collective=True), once",
+    "destroy_process_group": "is not needed: ranks leave the job when the script ends (fleet.shutdown)",
+    "new_group": "is not there: all ranks train one model; fleet.all_reduce is over all of them",
+    "DistributedSampler": "is paddle.io.DistributedBatchSampler, or fleet_train.data.ShardedBatchSampler",
+    "DistributedDataParallel DataParallel DistributedOptimizer": (
+        "is fleet.distributed_optimizer(optimizer), for static programs; dynamic ones use paddle.DataParallel"
+    ),
+    "SyncBatchNorm convert_sync_batchnorm convert_syncbn_model": "is a knob here: --set sync_batch_norm=true",
+    "broadcast_parameters broadcast_optimizer_state broadcast_object": (
+        "is not needed: all ranks start with rank 0's parameters; after a load, fleet.synchronize_parameters()"
+    ),
+    "allreduce": 'is fleet.all_reduce(array, "mean")',
+    "allgather all_gather_object": "is fleet.all_gather(array), or fleet.gather(value) for small values of any kind",
+    "Compression": "is a knob here: --set compression=bf16 or fp16",
+    "amp initialize scale_loss": "is a knob here: --strategy amp_bf16, or --set amp_level=O1",
+    "spawn": "is fleet_train.spawn(function, nprocs=2)",
     "launch": "is a command: python -m fleet_train launch --help",
     "launch_utils": "is internal to Paddle's launcher; python -m fleet_train launch --help",
     "cloud_utils": "is internal to Paddle's launcher; python -m fleet_train launch --use_paddlecloud",

@@ -68,6 +68,7 @@ __all__ = [
     "UserDefinedRoleMaker",
     "UtilBase",
     "agree",
+    "all_gather",
     "all_gather_samples",
     "all_reduce",
     "all_reduce_worker",
@@ -75,6 +76,7 @@ __all__ = [
     "batch_shares",
     "batch_size",
     "batch_slice",
+    "broadcast",
     "capture_persistables",
     "communication",
     "distributed_optimizer",
@@ -127,6 +129,7 @@ __all__ = [
 util = UtilBase()
 split_files = util.get_file_shard
 batch_shares, batch_size, batch_slice = calls.batch_shares, calls.batch_size, calls.batch_slice
+broadcast, all_gather = calls.broadcast, calls.all_gather
 
 
 def init(
