@@ -114,7 +114,7 @@ def broadcast(array: Any, source: int = 0) -> Array:
     ``weights = fleet.broadcast(np.load("w.npy") if fleet.is_first_worker() else None)``.
 
     All ranks call it in the same order. Any dtype but objects. Raises ConversionError for those, and for a ``source``
-    that is no rank. Parameters that one rank has loaded need none: ``fleet.synchronize_parameters()``.
+    that is no rank.
     """
     job, call = current().job, "fleet.broadcast()"
     if not 0 <= source < job.world_size:
@@ -218,7 +218,8 @@ _ABSENT = {
     ),
     "SyncBatchNorm convert_sync_batchnorm convert_syncbn_model": "is a knob here: --set sync_batch_norm=true",
     "broadcast_parameters broadcast_optimizer_state broadcast_object": (
-        "is not needed: all ranks start with rank 0's parameters; after a load, fleet.synchronize_parameters()"
+        "is not needed: all ranks start with rank 0's parameters, and fleet.load_persistables gives all what is saved; "
+        "arrays: fleet.broadcast"
     ),
     "allreduce": 'is fleet.all_reduce(array, "mean")',
     "allgather all_gather_object": "is fleet.all_gather(array), or fleet.gather(value) for small values of any kind",

@@ -271,6 +271,32 @@ def fit(saved: Described, ours: Described, source: str) -> tuple[list[str], list
     return [name for name in ours if name in saved], notes
 
 
+def fitting_parameters(saved: SavedState, ours: Described, source: str) -> tuple[SavedState, list[str]]:
+    """The saved parameters and statistics that the program has with the same shape and dtype, and notes to the user
+    that list all others. Raises CheckpointError if there is none."""
+    theirs, own = (
+        {name: (shape, dtype) for name, (kind, shape, dtype) in each.items() if kind == PARAMETER}
+        for each in (saved.describe(), ours)
+    )
+    same = [name for name in own if theirs.get(name) == own[name]]
+    unlike = [
+        f"'{name}' ({theirs[name][0]} {theirs[name][1]} there, {own[name][0]} {own[name][1]} here)"
+        for name in own
+        if name in theirs and name not in same
+    ]
+    kept = [f"'{name}'" for name in own if name not in theirs]
+    left = [f"'{name}'" for name in theirs if name not in own]
+    lists = [("of another shape or dtype", unlike), ("only in this program", kept), ("only there", left)]
+    others = "; ".join(f"{what}: {', '.join(names)}" for what, names in lists if names)
+    if not same:
+        raise CheckpointError(f"{source} has no parameter of this program ({others}): is it from another model?")
+    notes = [
+        f"{source}: {len(same)} of this program's {len(own)} parameters and statistics are loaded"
+        + (others and f"; {others}")
+    ]
+    return SavedState({name: saved.arrays[name] for name in same}, dict.fromkeys(same, PARAMETER)), notes
+
+
 def _several(names: list[str]) -> str:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"'{names[0]}'{more}"

@@ -33,6 +33,7 @@ from fleet_train.convert.program_state import (
     SavedState,
     borrowed,
     fit,
+    fitting_parameters,
     kind_of,
     mean_of_ranks,
     position_of,
@@ -131,10 +132,16 @@ def load_persistables(
     filename: str | None = None,
     *,
     executor: Any = None,
-) -> None:
-    """Load state written by ``save_persistables``. Rank 0 reads it and sends the values to the others.
+    partial: bool = False,
+) -> list[str]:
+    """Load state written by ``save_persistables``. Rank 0 reads it and sends the values to the others. Returns the
+    names of the program's variables that it has set.
 
     A learning-rate schedule goes on where it was saved; what the script sets after the load wins.
+
+    ``partial``: for another model with the same layers below, a pre-trained backbone with a new head: the parameters
+    and batch-norm statistics whose name, shape and dtype are those of the program are loaded, nothing of the optimizer
+    or the schedule; rank 0 lists what is left as it is. CheckpointError if nothing fits.
 
     The startup program must have run, and all ranks call it. Raises CheckpointError on every rank, naming the first
     offending tensor, for state that is missing, cut off, altered, of another model, or holds NaN or infinity. The
@@ -145,7 +152,7 @@ def load_persistables(
     refuse("load_persistables", "filename", filename, _FILES)
     program, job = program_or_last(main_program), current().job
     with job.inside(f"fleet.load_persistables({str(folder)!r})"):
-        _load(job, program, folder)
+        return (_load_part if partial else _load)(job, program, folder)
 
 
 def save_inference_model(
@@ -318,8 +325,8 @@ def _with_prefix(arrays: Arrays) -> Arrays:
     return {PREFIX + name: array for name, array in arrays.items()}
 
 
-def _load(job: Job, program: Any, folder: Path) -> None:
-    """Put saved state into the scope of every rank. Nothing is changed when CheckpointError is raised."""
+def _load(job: Job, program: Any, folder: Path) -> list[str]:
+    """Put saved state into the scope of every rank: the names of its variables. CheckpointError changes nothing."""
     state, found = ProgramState(program), exchanges_of(program)
     continued = _continued(state, found)
     saved, ours = SavedState({}), state.describe()
@@ -366,6 +373,28 @@ def _load(job: Job, program: Any, folder: Path) -> None:
     for each in continued:
         restore_position(each.exchange, arrays, job.place, _distinct(each, continued))
         method_state.write_state(each.exchange.memories, memories, job.place)
+    return sorted(values)
+
+
+def _load_part(job: Job, program: Any, folder: Path) -> list[str]:
+    """Put the saved parameters that fit into the scope of every rank: the variables' names."""
+    state, found = ProgramState(program), exchanges_of(program)
+    saved = SavedState({})
+
+    def read() -> None:
+        nonlocal saved
+        saved, notes = fitting_parameters(persistables.read_folder(folder), state.describe(), str(folder))
+        if (problem := what_is_not_finite(saved, state.constant)) is not None:
+            raise CheckpointError(f"{folder}: {problem}: it was saved after the training had gone wrong")
+        log_once(notes, rank=0)
+
+    on_first_worker(job, f"load from {folder}", read)
+    values = dict(broadcast_each(job, saved.arrays))
+    moved = _moved(job, state, values, found)
+    state.write(values, job.place)
+    for each in moved:
+        restore_position(each.exchange, {}, job.place)
+    return sorted(values)
 
 
 def _moved(job: Job, state: ProgramState, values: Arrays, others: Sequence[Converted]) -> list[Converted]:

@@ -140,7 +140,7 @@ class Metric:
 _MS = 1000.0
 # Curve -> metric; None: another metric says it.
 OF_CURVES: dict[str, Metric | None] = {
-    "train/loss": Metric("loss", "Loss of rank 0 at the newest record."),
+    "train/loss": Metric("loss", "Loss of the joint batch at the newest record."),
     "train/epoch_loss": Metric("epoch_loss", "Mean of the fetched losses of the last epoch, over all ranks."),
     "train/epoch": Metric("epochs_total", "Finished epochs."),
     "train/learning_rate": Metric("learning_rate", "Learning rate of the next step."),

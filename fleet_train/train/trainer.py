@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
+from statistics import fmean
 from typing import Any
 
 import paddle
@@ -255,7 +256,8 @@ class Trainer:
         self._reported = self.position.step - self._first_step
         rate = None if self._scheduler is None else float(self._scheduler.get_lr())
         more = {**self._copies_made(), **of_step.scalars()}
-        self._reporter.interval(self.position, loss, rate, self._meter.read(), more)
+        joint = fmean(fleet.gather(loss))  # each rank's is its share: the mean is the joint batch's
+        self._reporter.interval(self.position, joint, rate, self._meter.read(), more)
         self._meter.restart()
 
     def _begins_record(self, step: int) -> bool:

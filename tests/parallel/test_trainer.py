@@ -150,6 +150,7 @@ def test_merged_micro_batches_on_two_ranks_are_one_process_with_the_joint_batch(
         assert found["rates"] == expected["rates"]
         assert [step for step, _ in found["norms"]] == list(range(1, 19))
         np.testing.assert_allclose(found["norms"], expected["norms"], rtol=1e-4)
+        np.testing.assert_allclose(found["losses"], expected["losses"], rtol=1e-5)
         for one, other in zip(found["parameters"], expected["parameters"], strict=True):
             np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
 
@@ -161,6 +162,7 @@ def test_epochs_whose_last_batches_are_unlike_are_those_of_one_process(tmp_path:
     for first, second, expected in zip(*ranks, alone, strict=True):
         assert first["parameters"] == second["parameters"]
         assert first["steps"] == expected["steps"] >= 9
+        np.testing.assert_allclose(first["losses"], expected["losses"], rtol=1e-5)
         for one, other in zip(first["parameters"], expected["parameters"], strict=True):
             np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
 
