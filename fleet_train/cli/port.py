@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from fleet_train.cli.options import HELP
-from fleet_train.errors import ConversionError, printable
+from fleet_train.errors import GUIDE, ConversionError, printable
 
 if TYPE_CHECKING:
     from fleet_train.port import Ported
@@ -33,6 +33,10 @@ stays as long as a marked line needs it, so an unfinished script fails at its fi
 not in the middle of training. docs/old-programs.md explains each.
 
 \b
+No-break spaces, typographic quotes and full-width punctuation in code that was copied from a web
+page become Python's own, if the script can then be read; they are listed with their lines.
+
+\b
 Below a folder, hidden folders and those called build, dist, node_modules or __pycache__ are
 skipped, and listed if there are scripts in them; they are ported where they are named themselves.
 
@@ -40,7 +44,8 @@ skipped, and listed if there are scripts in them; they are ported where they are
 Exit codes:
   0   done; with --check: nothing would change (remaining TODO lines are listed)
   1   --check: something would change
-  7   files are not Python 3 (listed with file and line); the others are ported
+  7   files are not Python 3 (listed with file and line), the others are ported; or scripts for
+      another framework (listed, too) and none for Paddle
   10  no such file or folder
 """
 
@@ -70,12 +75,16 @@ def command(paths: tuple[Path, ...], write: bool, check: bool) -> None:
         else:
             click.echo(script.difference(result), nl=False)
     _list_marks(ported)
+    for result in ported:
+        if result.replaced:
+            click.echo(printable(f"{result.path}: Python's own characters for {result.replaced}"), err=True)
     for folder in skipped:
         click.echo(printable(f"skipped {folder}"), err=True)
     if unreadable and len(scripts) == 1:
         raise ConversionError(unreadable[0])
     for problem in unreadable:
         click.echo(printable(f"skipped {problem}"), err=True)
+    _refuse_other_frameworks(ported)
     click.echo(_summary(len(ported), len(changed), write, check), err=True)
     if unreadable:
         raise ConversionError(
@@ -83,6 +92,18 @@ def command(paths: tuple[Path, ...], write: bool, check: bool) -> None:
         )
     if check and changed:
         sys.exit(EXIT_WOULD_CHANGE)
+
+
+def _refuse_other_frameworks(ported: list[Ported]) -> None:
+    """List the scripts for other frameworks. Raises ConversionError if there is none for Paddle."""
+    others = [f"{each.path}: a {each.framework} script" for each in ported if each.framework not in ("", "Paddle")]
+    for other in others if len(ported) > 1 else ():
+        click.echo(printable(f"skipped {other}"), err=True)
+    if others and not any(each.framework == "Paddle" for each in ported):
+        raise ConversionError(
+            f"{others[0]}; port rewrites scripts for Paddle and translates no other, and fleet_train trains Paddle's "
+            f"static programs; {GUIDE} has what takes the place of lines of PyTorch's DDP, Apex, Horovod and DALI"
+        )
 
 
 def _ported(scripts: list[Path]) -> tuple[list[Ported], list[str]]:
