@@ -30,9 +30,9 @@ import paddle
 
 from fleet_train.collectives.step_notes import Communication as Communication
 from fleet_train.convert import calls, metrics, planning, session, trainings
-from fleet_train.convert.calls import UtilBase, meet, reduce, unknown, values_of_all
+from fleet_train.convert.calls import UtilBase, meet, unknown, values_of_all
 from fleet_train.convert.moving_average import replace_paddles
-from fleet_train.convert.optimizer import DistributedOptimizer
+from fleet_train.convert.optimizer import DistributedOptimizer as _DistributedOptimizer
 from fleet_train.convert.paddle_optimizers import refuse_wrapping_ours, unwrap
 from fleet_train.convert.passes.exchanged import all_samples, first_sample, refuse_no_samples
 from fleet_train.convert.planning import apply_environment, resolve
@@ -192,7 +192,7 @@ def _main_script() -> str:
         return ""
 
 
-def distributed_optimizer(optimizer: Any, strategy: Any = None) -> DistributedOptimizer:
+def distributed_optimizer(optimizer: Any, strategy: Any = None) -> _DistributedOptimizer:
     """Wrap any Paddle optimizer.
 
     ``strategy``: our ``DistributedStrategy``, a stock ``paddle.distributed.fleet.DistributedStrategy``, a profile's
@@ -215,7 +215,7 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> DistributedOp
     now.shares = BatchShares(now.job, now.profile)
     notices += [*more, *apply_environment(now.profile)]
     log_once([*notices, *applied_mappings(now.profile, node_num)], rank)
-    made = DistributedOptimizer(unwrapped.optimizer, now.profile, now.job, now.on_converted)
+    made = _DistributedOptimizer(unwrapped.optimizer, now.profile, now.job, now.on_converted)
     if unwrapped.around is not None:
         made.around_update(unwrapped.around)
     now.optimizers.append(made)
@@ -424,12 +424,12 @@ def all_reduce(array: Any = None, op: str | None = None, *, input: Any = None, m
     """
     values = np.asarray(needed("all_reduce", input=input, array=array))
     operation = one_of("all_reduce", mode=mode, op=op) or "sum"
-    return reduce("fleet.all_reduce()", values, operation)
+    return calls.reduce("fleet.all_reduce()", values, operation)
 
 
 def all_reduce_worker(input: Any, output: Any) -> None:
     """The sum of ``input`` over all ranks, written into ``output`` (Fleet 1.8)."""
-    output[:] = reduce("fleet.all_reduce_worker()", np.asarray(input), "sum")
+    output[:] = calls.reduce("fleet.all_reduce_worker()", np.asarray(input), "sum")
 
 
 def all_gather_samples(value: Any) -> Any:
