@@ -68,56 +68,41 @@ or 12 after SIGTERM if the state was saved.
 
 _POLICY = FaultPolicy()
 
-# Flags of other launchers: what to write here. Those of paddle.distributed.launch first.
 _STOCK_FLAGS = {
     "--master": "the nodes are given by --cluster_node_ips=A,B; the first one is the rendezvous",
     "--rank": "a node's number is the position of its --node_ip in --cluster_node_ips",
     "--max_restart": "it is --max_restarts here, and the default is 0",
     "--elastic_level": "use --max_restarts=N, and --min_nodes=M to continue without a lost node",
     "--elastic_timeout": "use --rejoin_timeout=SECONDS",
-    "--print_config": "use --dry-run",
-    "--servers --trainers --workers --server_num --worker_num --trainer_num --run_mode": (
-        "parameter servers are out of scope; every rank holds the whole model"
-    ),
 }
 _OTHER_LAUNCHERS = {
-    "--nnodes --node_rank --master_addr --master_port --rdzv_endpoint --rdzv_backend --rdzv_conf --local_addr": (
-        "the machines are listed, and the first one is where they meet: --cluster_node_ips=A,B --node_ip=OWN on each, "
-        "with --started_port=PORT; or, typed once, --hosts A,B"
+    "--nnodes --node_rank --master_addr --master_port --rdzv_endpoint --rdzv_backend --rdzv_conf": (
+        "machines are listed, and meet at the first one: --cluster_node_ips=A,B --node_ip=OWN on each, with "
+        "--started_port=PORT; or, typed once, --hosts A,B"
     ),
-    "--rdzv_id": "the job's name is --job_id NAME",
+    "--rdzv_id": "it is --job_id NAME",
     "--standalone": "leave it out: without a list of machines, the job is one machine's",
     "--local_rank --use_env": "leave it out: in the script, fleet.local_rank() is each rank's own",
     "--module": "it is -m here",
-    "--no_python --run_path": "every rank runs a Python script, or -m MODULE",
-    "--tee --redirects --output_filename": "the output of rank N of a machine is in LOG_DIR/workerlog.N (--log_dir)",
     "-n -np --np --num_proc": "on one machine, it is --nproc_per_node=N; on several, --hosts A:2,B:2 has 2 on each",
     "-H -host -hosts": "it is --hosts A:2,B:2",
     "-f --hostfile -hostfile --machinefile -machinefile": "it is --hosts_file FILE, with lines such as pc2 slots=2",
-    "-N -ppn -perhost -npernode --npernode --map_by -map_by": "it is --nproc_per_node=N, the processes of each machine",
-    "-x -env -genv --env": "ranks get your shell's variables; one more is --set environment.NAME=VALUE",
+    "-N -ppn -perhost -npernode --npernode --map_by": "it is --nproc_per_node=N, the processes of each machine",
+    "-x -env -genv": "ranks get your shell's variables; one more is --set environment.NAME=VALUE",
     "--start_timeout": "it is --join_timeout=SECONDS",
-    "--min_np --max_np --min_num_proc --max_num_proc --host_discovery_script": (
-        "use --max_restarts=N, and --min_nodes=M to continue without a lost machine"
-    ),
+    "--min_np --max_np --host_discovery_script": "use --max_restarts=N, and --min_nodes=M to go on with M machines",
     "--network_interface --network_interfaces --nics -iface": (
         "it follows from the machines' addresses; --set environment.GLOO_SOCKET_IFNAME=NAME names another"
     ),
     "-p -i --ssh_port --ssh_identity_file": "write it into ~/.ssh/config, or into --ssh_config FILE",
-    "--gloo --mpi --jsrun": "leave it out: this launcher starts the ranks itself; docs/engines.md has mpirun",
-    "--mca -mca --bind_to -bind_to --oversubscribe --allow_run_as_root --tag_output --report_bindings": (
-        "leave it out: it is mpirun's own, which can start the ranks without this launcher (docs/engines.md)"
+    "--gloo --mpi --mca -mca --bind_to -bind_to --oversubscribe --allow_run_as_root": (
+        "leave it out: it is for mpirun, which can start the ranks without this launcher (docs/engines.md)"
     ),
-    "--timeline_filename": "use --trace STEPS; then python -m fleet_train timeline LOG_DIR",
-    "--fusion_threshold_mb": "it is a knob: --set fuse_grad_size_in_MB=N",
-    "--num_nccl_streams": "it is a knob: --set nccl_comm_num=N",
-    "--autotune": "python -m fleet_train recommend --script train.py tries profiles",
 }
-INSTEAD = {
-    **{flag: text for flags, text in _STOCK_FLAGS.items() for flag in flags.split()},
-    **{flag: f"{text} ({GUIDE})" for flags, text in _OTHER_LAUNCHERS.items() for flag in flags.split()},
+INSTEAD = {flag: text for flags, text in _STOCK_FLAGS.items() for flag in flags.split()} | {
+    flag: f"{text} ({GUIDE})" for flags, text in _OTHER_LAUNCHERS.items() for flag in flags.split()
 }
-"""Flags of other launchers, with ``_`` for ``-`` within a name: what to write here."""
+"""Flags of paddle.distributed.launch and of other launchers, with ``_`` within a name: what to write here."""
 
 _VERIFY = "--verify_joint_batch"
 
@@ -132,9 +117,8 @@ class _LaunchCommand(click.Command):
         place = 0
         while place < len(args) and args[place].startswith("-") and args[place] != "--":
             name = args[place][:2] + args[place][2:].replace("-", "_")
-            typed = args[place].partition("=")[0]
-            if (instead := INSTEAD.get(name.partition("=")[0])) is not None:
-                raise click.UsageError(f"No such option '{typed}': {instead}.", ctx)
+            if (flag := name.partition("=")[0]) in INSTEAD:
+                raise click.UsageError(f"No such option '{flag}': {INSTEAD[flag]}.", ctx)
             following = args[place + 1 : place + 2]
             if name == _VERIFY and not (following and following[0].isdigit()):
                 args = [*args[: place + 1], "1", *args[place + 1 :]]
@@ -304,8 +288,8 @@ def _launch_on_hosts(context: click.Context, where: Where, **flags: Any) -> int:
 @click.option(
     "--strict",
     is_flag=True,
-    help="A script's probable mistakes are errors: ranks that train without each other, or on the same samples, or draw "
-    "the same random numbers. [default: a message; or FLEET_TRAIN_STRICT=1]",
+    help="A script's probable mistakes are errors: ranks that train without each other, or on the same samples, or "
+    "draw the same random numbers. [default: a message; or FLEET_TRAIN_STRICT=1]",
 )
 @click.option(
     _VERIFY,
@@ -344,10 +328,11 @@ def command(**flags: Any) -> None:
     if dry_run:
         click.echo(launch.dry_run())
         return
-    doctor, port = part_if_there("fleet_train.doctor.report"), part_if_there("fleet_train.port.published")
+    doctor = part_if_there("fleet_train.doctor.report")
     machine = doctor.AfterFailure(launch.node, launch.log_dir).line if doctor else str
 
     def diagnose(last_lines: Sequence[str]) -> str:
+        port = part_if_there("fleet_train.port.published")
         return (port.after_failure(last_lines) if port else "") or machine()
 
     sys.exit(run(launch, os.environ, diagnose))
@@ -379,10 +364,7 @@ def read_request(
     if steps := same_names.get("trace"):
         read_steps(steps)
     if node_ip and "," in node_ip:
-        raise ClusterError(
-            f"--node_ip={node_ip} (--host) is a list, not this machine's own address; give the list as --hosts, typed "
-            "once, or as --cluster_node_ips, on every machine"
-        )
+        raise ClusterError(f"--node_ip={node_ip} (--host): it is this machine's own address; a list is --hosts A,B")
     hosts, counts = parse_nodes(cluster_node_ips) if cluster_node_ips is not None else (None, ())
     ports_per_node = None
     if use_paddlecloud:

@@ -111,7 +111,7 @@ def reduce(call: str, values: Array, op: str) -> Array:
 
 def broadcast(array: Any, source: int = 0) -> Array:
     """The numpy array of rank ``source`` on every rank, bit by bit; what the others pass is ignored, None will do:
-    ``weights = fleet.broadcast(np.load("w.npy") if fleet.is_first_worker() else None)``.
+    ``weights = fleet.broadcast(read("w.npy") if fleet.is_first_worker() else None)``.
 
     All ranks call it in the same order. Any dtype but objects. Raises ConversionError for those, and for a ``source``
     that is no rank.
@@ -236,55 +236,39 @@ _ABSENT = {
     ),
 }
 _ELSEWHERE = {
-    (
-        "send recv isend irecv P2POp batch_isend_irecv scatter reduce reduce_scatter all_to_all alltoall reducescatter "
-        "allreduce_async"
-    ): (
+    "send recv isend irecv P2POp batch_isend_irecv scatter reduce reduce_scatter all_to_all allreduce_async": (
         "is not there: data parallel ranks do the same. Arrays reach all ranks by fleet.all_reduce, fleet.broadcast or "
         "fleet.all_gather, small values of any kind by fleet.gather"
     ),
     "barrier monitored_barrier": "is fleet.barrier_worker()",
     "get_rank": "is fleet.worker_index()",
     "get_world_size size": "is fleet.worker_num()",
-    "local_size cross_rank cross_size": (
-        "is not there; fleet.local_rank() is the index on the node, fleet.node_num() the number of nodes"
-    ),
+    "local_size": "is not there; fleet.local_rank() is the index on the node, fleet.node_num() the number of nodes",
     "init_process_group init_parallel_env is_initialized": "is fleet.init(is_collective=True), once",
     "destroy_process_group": "is not needed: ranks leave the job when the script ends (fleet.shutdown)",
     "new_group": "is not there: all ranks train one model; fleet.all_reduce is over all of them",
     "DistributedSampler": "is paddle.io.DistributedBatchSampler, or fleet_train.data.ShardedBatchSampler",
-    "DistributedDataParallel DataParallel DistributedOptimizer DistributedGradientTape DDP": (
+    "DistributedDataParallel DataParallel DistributedOptimizer DDP": (
         "is fleet.distributed_optimizer(optimizer), for static programs; dynamic ones use paddle.DataParallel"
     ),
     "SyncBatchNorm convert_sync_batchnorm convert_syncbn_model": "is a knob here: --set sync_batch_norm=true",
-    "broadcast_parameters broadcast_optimizer_state broadcast_object broadcast_object_list broadcast_variables": (
+    "broadcast_parameters broadcast_optimizer_state broadcast_object": (
         "is not needed: all ranks start with rank 0's parameters, and fleet.load_persistables gives all what is saved; "
         "arrays: fleet.broadcast"
     ),
     "allreduce": 'is fleet.all_reduce(array, "mean")',
-    "allgather all_gather_object all_gather_into_tensor gather_object": (
-        "is fleet.all_gather(array), or fleet.gather(value) for small values of any kind"
-    ),
+    "allgather all_gather_object": "is fleet.all_gather(array), or fleet.gather(value) for small values of any kind",
     "ReduceOp reduce_op Sum Average": 'is a word here: fleet.all_reduce(array, "sum"), or "mean", "max", "min"',
-    "no_sync": "is a knob here: --set accumulate_steps=N",
-    "ZeroRedundancyOptimizer": "is a knob here: --set sharding=true",
-    "join": "is not needed where fleet.even_batches(batches) lets ranks with unequal data end together",
-    "get_backend is_nccl_available is_gloo_available nccl_built gloo_built mpi_built mpi_threads_supported": (
-        "is not there: GPU builds of Paddle use NCCL, CPU builds Gloo"
-    ),
     "get_local_rank": "is fleet.local_rank()",
     "Compression register_comm_hook": "is a knob here: --set compression=bf16 or fp16",
     "amp initialize scale_loss GradScaler": "is a knob here: --strategy amp_bf16, or --set amp_level=O1",
     "spawn": "is fleet_train.spawn(function, nprocs=2)",
 }
-"""Names that the facade does not have, and the reason that they share: those of Fleet, and those of torch.distributed,
-Apex and Horovod, for which `GUIDE` has more."""
-ABSENT = {
-    **{name: reason for names, reason in _ABSENT.items() for name in names.split()},
-    **{name: f"{reason} ({GUIDE})" for names, reason in _ELSEWHERE.items() for name in names.split()},
+"""Names that the facade does not have, and the reason that they share; here those of torch.distributed and Horovod."""
+ABSENT = {name: reason for names, reason in _ABSENT.items() for name in names.split()} | {
+    name: f"{reason} ({GUIDE})" for names, reason in _ELSEWHERE.items() for name in names.split()
 }
-"""Every name of Fleet's facade, 1.8 and 2.x, and of other frameworks that ours does not have: why, and what to use
-instead."""
+"""Every name of Fleet's facade, 1.8 and 2.x, that ours does not have: why, and what to use instead."""
 
 
 class UnknownName(ConversionError, AttributeError):

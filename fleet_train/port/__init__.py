@@ -3,15 +3,6 @@
 ``table.rows()`` returns all known names; ``port`` rewrites one script. Needs no Paddle, neither old nor new.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from fleet_train.lazy import load_on_use
-
-if TYPE_CHECKING:
-    from fleet_train.port.script import Ported, port
+from fleet_train.port.script import Ported, port
 
 __all__ = ["Ported", "port"]
-
-__getattr__ = load_on_use(__name__, {"Ported": "script", "port": "script"})

@@ -68,7 +68,6 @@ class Facts:
     """Whether the script calls ``distributed_optimizer``, which takes over what is wrapped around an optimizer."""
     uses_paddle: bool = False
     imported: set[str] = field(default_factory=set)
-    """The full names of all that it imports."""
     is_dynamic: bool = False
     enables_static: bool = False
 

@@ -26,15 +26,15 @@ _PYTHON_2 = re.compile(r"^\s*(print\s+[\"'\w]|except\s+\w+\s*,\s*\w+\s*:)", re.M
 
 @dataclass(frozen=True)
 class Ported:
-    """A script before and after. ``marks``: what remains to be done, at lines of ``new``. ``replaced``: see
-    `published.Script`. ``framework``: ``Paddle``, another one, which has a script to itself, or nothing known."""
+    """A script before and after. ``marks``: what remains to be done, at lines of ``new``. ``replaced``: characters of
+    web pages. ``framework``: ``Paddle``, another one if it does not use Paddle, or nothing known."""
 
     path: str
     old: bytes
     new: bytes
-    marks: tuple[Mark, ...] = ()
-    replaced: str = ""
-    framework: str = ""
+    marks: tuple[Mark, ...]
+    replaced: str
+    framework: str
 
     @property
     def changed(self) -> bool:
@@ -47,25 +47,24 @@ def port(content: bytes, path: str) -> Ported:
     Characters of web pages in its code become Python's own. Raises ConversionError, naming file and line, for what is
     not Python 3 then.
     """
-    script = published.read(content)
+    readable, replaced, problem = published.read(content)
     try:
-        module = cst.parse_module(script.content)
+        module = cst.parse_module(readable)
     except cst.ParserSyntaxError as error:
-        raise ConversionError(_unreadable(script, path, error)) from None
+        raise ConversionError(_unreadable(content, path, error, problem)) from None
     except (UnicodeDecodeError, SyntaxError, LookupError) as error:
         raise ConversionError(f"{path}:1: not readable as Python: {error}") from None
     wrapper = MetadataWrapper(module)
     finder = FactFinder()
     wrapper.visit(finder)
     if not finder.facts.uses_paddle and calls.PREFIX.encode() not in content:
-        if framework := published.framework_of(finder.facts.imported):
-            return Ported(path, content, content, framework=framework)
-        return Ported(path, content, script.content, replaced=script.replaced)
+        framework = published.framework_of(finder.facts.imported)
+        return Ported(path, content, content if framework else readable, (), "" if framework else replaced, framework)
     rewriter = Rewriter(finder.facts)
     ported = with_new_imports(wrapper.visit(rewriter), rewriter.kept, rewriter.needed)
     if _wants_static_mode(finder.facts, ported.code):
         ported = with_static_mode(ported)
-    return Ported(path, content, ported.bytes, tuple(marks_in(path, ported.code)), script.replaced, "Paddle")
+    return Ported(path, content, ported.bytes, tuple(marks_in(path, ported.code)), replaced, "Paddle")
 
 
 def _wants_static_mode(facts: Facts, code: str) -> bool:
@@ -74,11 +73,10 @@ def _wants_static_mode(facts: Facts, code: str) -> bool:
     return facts.is_fluid_script and not (facts.enables_static or facts.is_dynamic) and runs and "paddle." in code
 
 
-def _unreadable(script: published.Script, path: str, error: cst.ParserSyntaxError) -> str:
-    text = script.content.decode(errors="replace")
-    line, message = error.raw_line, re.sub(r"^parser error: (error at [\d:]+: )?", "", error.message.splitlines()[0])
-    if script.problem is not None:
-        line, message = script.problem.lineno or line, script.problem.msg
+def _unreadable(content: bytes, path: str, error: cst.ParserSyntaxError, problem: SyntaxError | None) -> str:
+    text = content.decode(errors="replace")
+    message = re.sub(r"^parser error: (error at [\d:]+: )?", "", error.message.splitlines()[0])
+    line, message = (error.raw_line, message) if problem is None else (problem.lineno or 1, problem.msg)
     hint = "; it looks like Python 2: run 2to3 on it first" if _PYTHON_2.search(text) else ""
     return f"{path}:{line}: not Python 3: {message}{hint}"
 

@@ -122,7 +122,7 @@ def test_flags_behind_the_script_are_the_scripts(words: str, tmp_path: Path, mon
 def test_a_list_of_hosts_is_no_address_of_this_machine() -> None:
     result = CliRunner().invoke(cli, ["launch", "--host", "pc1,pc2", "train.py"])
     assert isinstance(result.exception, ClusterError)
-    assert "--node_ip=pc1,pc2 (--host) is a list" in str(result.exception)
+    assert "--node_ip=pc1,pc2 (--host): it is this machine's own address; a list is --hosts" in str(result.exception)
 
 
 @pytest.mark.parametrize("flags", [["--needs", "20"], ["--only", "data"]])

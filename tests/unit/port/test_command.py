@@ -150,7 +150,7 @@ def test_scripts_for_another_framework_are_refused_where_none_is_for_paddle(fold
     for flags in ([], ["--write"], ["--check"]):
         alone = run(*flags, folder / "ddp.py")
         assert isinstance(alone.exception, ConversionError)
-        assert str(alone.exception).startswith(f"{folder}/ddp.py: a PyTorch script; port rewrites scripts for Paddle")
+        assert str(alone.exception).startswith(f"{folder}/ddp.py: a PyTorch script; port translates none: it rewrites")
         assert GUIDE in str(alone.exception)
     (folder / "models" / "hvd.py").write_text("import horovod.tensorflow as hvd\n")
     skipped = [f"skipped {folder}/ddp.py: a PyTorch script", f"skipped {folder}/models/hvd.py: a TensorFlow script"]
