@@ -111,7 +111,7 @@ def reduce(call: str, values: Array, op: str) -> Array:
 
 def broadcast(array: Any, source: int = 0) -> Array:
     """The numpy array of rank ``source`` on every rank, bit by bit; what the others pass is ignored, None will do:
-    ``weights = fleet.broadcast(read("w.npy") if fleet.is_first_worker() else None)``.
+    ``table = fleet.broadcast(read_table() if fleet.is_first_worker() else None)``.
 
     All ranks call it in the same order. Any dtype but objects. Raises ConversionError for those, and for a ``source``
     that is no rank.
