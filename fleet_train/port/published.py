@@ -26,7 +26,7 @@ _OTHERS = {
 _QUOTES = {'"': "\u201c-\u201f\u2033\uff02", "'": "\u00b4\u2018-\u201b\u2032\uff07"}
 # Comments and strings of Python's own come first, and stay. A quotation mark ends at the next one of its kind.
 _PIECE = re.compile(
-    r"""(\#[^\n]*|(\"\"\"|''')(?:\\.|.)*?\2|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')"""
+    r"""(\#[^\n]*|(\"\"\"|''')(?:\\.|[^\\])*?\2|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')"""
     + "".join(f"|[{m}]{{3}}(.*?)[{m}]{{3}}|[{own}{m}]([^{own}{m}\n]*)[{own}{m}]" for own, m in _QUOTES.items())
     + f"|[{''.join(_OTHERS)}]",
     re.DOTALL,

@@ -93,6 +93,7 @@ def test_the_encoding_of_a_script_stays() -> None:
         ("x = 1\ny = f(‘it's‘)\n", "train.py:2: not Python 3: "),
         ("x = 1\nprint 'old'\n", "train.py:2: not Python 3: "),
         (f"x = 1\n{NBSP}\nprint ‘old‘\n", "train.py:3: not Python 3: "),
+        ("x = ‘a‘\n'''" + "\\n" * 200, "train.py:2: not Python 3: unterminated triple-quoted string literal"),
         ("x = 1\n只有文字。\n", "train.py:2: not Python 3: invalid character '。' (U+3002)"),
     ],
 )
