@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fleet_train.cluster.at_import import warning_of
+from fleet_train.cluster.at_import import main_script, warning_of
 from fleet_train.cluster.cluster import Cluster
 from fleet_train.cluster.engines import alone_despite, detect
 from fleet_train.cluster.flight.trace import read_steps
@@ -162,7 +162,7 @@ def init(
     refuse_wrapping_ours()
     if job.world_size > 1:
         process.on_each_run(trainings.choose)
-    log_once(filter(None, [warning_of(_main_script()), _who_started(job.cluster)]), job.cluster.rank)
+    log_once(filter(None, [warning_of(main_script()), _who_started(job.cluster)]), job.cluster.rank)
     if log_level not in ("INFO", 20):
         log_once(
             [f"log_level: {log_level!r} is mapped: fleet_train prints each message once, on rank 0"], job.cluster.rank
@@ -182,14 +182,6 @@ def _who_started(cluster: Cluster) -> str:
     if started is None or cluster.formed_by != started.engine:  # an inner launcher has started the ranks
         return ""
     return f"started by {started.engine}: {cluster.world_size} ranks on {cluster.node_num} nodes"
-
-
-def _main_script() -> str:
-    """The text of the running script; empty if it has no file."""
-    try:
-        return Path(getattr(sys.modules["__main__"], "__file__", None) or "").read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 def distributed_optimizer(optimizer: Any, strategy: Any = None) -> _DistributedOptimizer:
