@@ -54,7 +54,7 @@ def read(content: bytes) -> tuple[bytes, str, SyntaxError | None]:
     changed = [str(number) for number, (old, now) in enumerate(lines, 1) if old != now]
     seen = sorted(set[str]().union(*(Counter(old) - Counter(now) for old, now in lines)))
     names = ", ".join(f"{unicodedata.name(each, 'character').lower()} (U+{ord(each):04X})" for each in seen)
-    where = ", ".join([*changed[:10], *[f"{len(changed) - 10} more"] * (len(changed) > 10)])
+    where = ", ".join([*changed[:10], *[f"and {len(changed) - 10} more"] * (len(changed) > 10)])
     return new.encode(encoding), f"{names} in {'lines' if len(changed) > 1 else 'line'} {where}", None
 
 

@@ -76,7 +76,7 @@ def test_what_was_replaced_is_said_with_its_lines() -> None:
     quotes = "left single quotation mark (U+2018), right single quotation mark (U+2019)"
     assert replaced == f"no-break space (U+00A0), {quotes} in lines 2, 4"
     _, of_many, _ = published.read("x = ‘a‘\n".encode() * 14)
-    assert of_many.endswith(" in lines 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 4 more")
+    assert of_many.endswith(" in lines 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, and 4 more")
 
 
 def test_the_encoding_of_a_script_stays() -> None:
