@@ -4,55 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from fleet_train.cluster import engines, horovod
 from fleet_train.cluster.engines import MeetingPoint, detect, locate
 from fleet_train.errors import ClusterError, JoinTimeout
+from tests.support.horovod import horovodruns_server, place_of
 from tests.support.ports import free_ports
 
 
 @pytest.fixture
 def environ() -> Iterator[dict[str, str]]:
-    """That of process 1 of 2. The server answers as ``horovod/runner/http/http_server.py``."""
-    values: dict[str, bytes] = {}
-
-    class Handler(BaseHTTPRequestHandler):
-        def answer(self, status: int, value: bytes = b"") -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(value)))
-            self.end_headers()
-            self.wfile.write(value)
-
-        def do_GET(self) -> None:
-            _, scope, key = self.path.split("/")
-            found = values.get(f"{scope}/{key}")
-            self.answer(404) if found is None else self.answer(200, found)
-
-        def do_PUT(self) -> None:
-            _, scope, key = self.path.split("/")
-            values[f"{scope}/{key}"] = self.rfile.read(int(self.headers["Content-Length"]))
-            self.answer(200)
-
-        def do_DELETE(self) -> None:
-            raise AssertionError
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield {
-            "HOROVOD_RANK": "1",
-            "HOROVOD_SIZE": "2",
-            "HOROVOD_LOCAL_RANK": "1",
-            "HOROVOD_LOCAL_SIZE": "2",
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
-            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.server_port),
-        }
-        server.shutdown()
+    """That of process 1 of 2."""
+    with horovodruns_server() as where:
+        yield {**where, **place_of(1, 2)}
 
 
 def place(environ: dict[str, str], rank: int, seconds: float = 30.0) -> MeetingPoint:
