@@ -39,7 +39,7 @@ def _state(folder: Path) -> None:
 
 def _ported(folder: Path) -> None:
     (folder / "train.py").write_text("old")
-    write(Ported(str(folder / "train.py"), b"old", b"new", ()))
+    write(Ported(str(folder / "train.py"), b"old", b"new", (), "", ""))
 
 
 def _end_of_a_rank(folder: Path) -> None:
