@@ -2,8 +2,8 @@
 
 Each case gives a knob's value, the settings beside it, and what is seen of it, which is not what the default shows; how
 that is seen is in ``knob_effects.py``. Cases of two ranks are started by ``launch`` as well: what it sets by itself
-overrules nothing that a script asks for. The numbers are small enough to be worked out by hand; parameters have 2048, 32,
-256 and 8 elements (w0 .. w3) of float32.
+overrules nothing that a script asks for. The numbers are small enough to be worked out by hand; parameters have 2048,
+32, 256 and 8 elements (w0 .. w3) of float32.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def run_launched(
     env: Mapping[str, str] | None = None,
     timeout_seconds: float = 120.0,
 ) -> LaunchersResult:
-    """Run ``script`` by ``fleet_train launch`` without further flags, one rank on each node; node i is 127.0.0.(2+i)."""
+    """Run ``script`` by ``launch`` without further flags, one rank on each node; node i is 127.0.0.(2+i)."""
     hosts = [f"127.0.0.{2 + node}" for node in range(nodes)]
     where = [f"--cluster_node_ips={','.join(hosts)}", f"--started_port={free_ports(2, hosts)}"]
     commands = [

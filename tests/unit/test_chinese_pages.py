@@ -1,4 +1,4 @@
-"""The Chinese pages say what the English ones say: the same commands, code, names, numbers and links in every section."""
+"""The Chinese pages say what the English ones say: the same commands, code, names, numbers and links by section."""
 
 from __future__ import annotations
 
