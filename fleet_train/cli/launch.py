@@ -266,8 +266,8 @@ def _launch_on_hosts(context: click.Context, where: Where, **flags: Any) -> int:
 @click.option(
     "--strict",
     is_flag=True,
-    help="Ranks that train without each other, or on the same samples, are an error. [default: a message; or "
-    "FLEET_TRAIN_STRICT=1]",
+    help="A script's probable mistakes are errors: ranks that train without each other, or on the same samples, or draw "
+    "the same random numbers. [default: a message; or FLEET_TRAIN_STRICT=1]",
 )
 @click.option(
     _VERIFY,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -160,6 +161,13 @@ def test_wrong_communication_fails_and_is_named(
     assert "ok    profile" not in ended.output  # also of those that round
 
 
+def is_subject(process: psutil.Process) -> bool:
+    try:
+        return "fleet_train.selftest.subject" in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
+
+
 def test_ctrl_c_and_a_killed_launcher_leave_no_process_behind(tmp_path: Path) -> None:
     log = Path("runs/selftest/log/together.1.log")
     with Job(tmp_path) as job:
@@ -170,10 +178,11 @@ def test_ctrl_c_and_a_killed_launcher_leave_no_process_behind(tmp_path: Path) ->
         logs = [tmp_path / name / log for name in ("interrupted", "killed")]
         job.wait_until(lambda: all(each.exists() and each.stat().st_size > 0 for each in logs), 90, "subjects run")
         killed = psutil.Process(both[1].process.pid).children(recursive=True)
-        subjects = [one for one in killed if "fleet_train.selftest.subject" in one.cmdline()]
-        assert len(subjects) == 2
+        subjects = [one for one in killed if is_subject(one)]
+        assert len(subjects) >= 2  # on a busy machine also what one has forked to run a command
         for subject in subjects:
-            subject.suspend()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                subject.suspend()
         both[1].process.kill()
         both[0].process.send_signal(signal.SIGINT)
         interrupted, _ = job.wait(timeout_seconds=60)

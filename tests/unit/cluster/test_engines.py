@@ -10,7 +10,7 @@ import pytest
 
 from fleet_train.cluster import at_import, network
 from fleet_train.cluster.cluster import Cluster, from_endpoints
-from fleet_train.cluster.engines import detect, resolve_hosts
+from fleet_train.cluster.engines import alone_despite, detect, resolve_hosts
 from fleet_train.cluster.environment import cluster_from_environ
 from fleet_train.cluster.slurm import allocated_nodes, expand_counts, expand_hostlist, port_of
 from fleet_train.cluster.started import Started
@@ -45,6 +45,16 @@ TORCHRUN = {
     "MASTER_ADDR": "10.0.0.1",
     "MASTER_PORT": "29500",
     "TORCHELASTIC_RUN_ID": "none",
+}
+HOROVOD = {
+    "HOROVOD_RANK": "3",
+    "HOROVOD_SIZE": "4",
+    "HOROVOD_LOCAL_RANK": "1",
+    "HOROVOD_LOCAL_SIZE": "2",
+    "HOROVOD_CROSS_RANK": "1",
+    "HOROVOD_CROSS_SIZE": "2",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT": "40001",
 }
 VOLCANO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0.job", "MASTER_PORT": "23456"}
 PADDLE_JOB = {
@@ -81,6 +91,7 @@ RECOGNISED: list[tuple[dict[str, str], tuple[Any, ...]]] = [
     (OPEN_MPI | {"PMIX_NAMESPACE": ""}, ("Open MPI", 2, 4, 0, 2, None, (), "", 24576, "openmpi-unnamed")),
     (HYDRA, ("MPICH (Hydra)", 1, 2, 1, 2, None, (), "", None, "hydra")),
     (HYDRA | {"I_MPI_MPIRUN": "mpirun"}, ("Intel MPI", 1, 2, 1, 2, None, (), "", None, "hydra")),
+    (HOROVOD, ("horovodrun", 3, 4, 1, 2, None, (), "", None, "horovod-10.0.0.1-40001")),
     (TORCHRUN, ("torchrun", 3, 4, 1, 2, 1, (), "10.0.0.1", 29500, "torchrun-none")),
     (
         TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"},  # its own store keeps its port
@@ -223,13 +234,57 @@ def test_the_nearest_engine_counts() -> None:
     assert detect(SLURM | {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "n1"}) == detect(SLURM)
 
 
+SHELL = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "ranks", "words"),
+    [
+        ({"WORLD_SIZE": "2"}, 1, "this process trains alone, although WORLD_SIZE=2 says that there are more"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, 1, "although WORLD_SIZE=2"),  # without MASTER_ADDR
+        ({"LOCAL_RANK": "1"}, 1, "although LOCAL_RANK=1"),
+        ({"WORLD_SIZE": "4"}, 2, "this job has 2 ranks, although WORLD_SIZE=4"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, 1, "although PMI_SIZE=2"),
+        ({"MV2_COMM_WORLD_SIZE": "2"}, 1, "although MV2_COMM_WORLD_SIZE=2"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, 1, "although OMPI_COMM_WORLD_SIZE=2"),
+        ({"HOROVOD_SIZE": "2"}, 1, "although HOROVOD_SIZE=2"),
+        ({"PALS_RANKID": "3"}, 1, "although PALS_RANKID=3"),
+        ({**SHELL, "SLURM_PROCID": "1"}, 1, "although SLURM_PROCID=1"),
+        (SHELL, 1, "Slurm allocated 2 nodes to the job"),
+    ],
+)
+def test_a_job_alone_says_what_speaks_of_more_processes(environ: dict[str, str], ranks: int, words: str) -> None:
+    assert detect(environ) is None
+    said = alone_despite(environ, ranks)
+    assert words in said
+    assert "srun before it" in said or "FLEET_TRAIN_ENGINE=none" in said
+    assert alone_despite({**environ, "FLEET_TRAIN_ENGINE": "none"}, ranks) == ""
+    assert alone_despite({**environ, "FLEET_TRAIN_STORE": "10.0.0.1:6171"}, ranks) == ""
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+        {"WORLD_SIZE": "", "LOCAL_RANK": "", "RANK": " "},
+        {"WORLD_SIZE": "auto", "RANK": "-1", "LOCAL_RANK": "-1"},
+        {"PMI_RANK": "0", "PMI_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "1"},
+        {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},
+    ],
+)
+def test_a_job_that_is_alone_on_purpose_says_nothing(environ: dict[str, str]) -> None:
+    assert alone_despite(environ) == ""
+    assert alone_despite({"WORLD_SIZE": "2", "LOCAL_RANK": "1"}, 2) == ""  # of as many ranks as there are
+
+
 def test_an_engine_can_be_named_or_left_out() -> None:
     assert detect(SLURM, "none") is None
     assert detect({**SLURM, "FLEET_TRAIN_ENGINE": "none"}) is None
     assert detect({**SLURM, **OPEN_MPI}, "slurm") == detect(SLURM)
     with pytest.raises(ClusterError, match=r"--engine mpi .* none of its variables is set"):
         detect(SLURM, "mpi")
-    with pytest.raises(ClusterError, match="FLEET_TRAIN_ENGINE=lsf is not one of auto, none, mpi, slurm"):
+    with pytest.raises(ClusterError, match="FLEET_TRAIN_ENGINE=lsf is not one of auto, none, mpi, horovod, slurm"):
         detect({"FLEET_TRAIN_ENGINE": "lsf"})
 
 
@@ -248,6 +303,7 @@ def test_an_engine_can_be_named_or_left_out() -> None:
         ({**SLURM, "SLURM_STEP_NODELIST": "n[1-"}, "is not a list of hosts"),
         ({**SLURM, "SLURM_LOCALID": "one"}, "SLURM_LOCALID=one, a variable of .*, is not a whole number"),
         ({**SLURM, "SLURM_HET_SIZE": "2"}, "heterogeneous"),
+        ({**HOROVOD, "HOROVOD_ELASTIC": "1"}, "elastic job .* use a fixed -np, or python -m fleet_train launch"),
         (
             {**SLURM, "RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "n1"},
             "RANK=0 of WORLD_SIZE=4, but Slurm .* process 3 of 4",
