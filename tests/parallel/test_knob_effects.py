@@ -92,6 +92,7 @@ _CHOSEN = (
     "nccl_comm_num: {}, fuse_grad_size_in_MB: {}, last_comm_group_size_MB: {}: chosen for {} (link_gigabits and "
     "link_latency_ms given) and 2 MB of gradients, which makes {}; numbers in the profile override this"
 )
+_SLOWER = FLAG_KNOBS["FLAGS_sync_nccl_allreduce"].today
 _LARGE = {f"v{number}": [512, 256] for number in range(4)}
 """Four parameters of 512 KiB: enough to cut into buckets in more than one way."""
 _GROUPED = {"use_hierarchical_allreduce": True}
@@ -136,7 +137,16 @@ _ALL = [
     # Communicators and their threads.
     case("nccl_comm_num", "auto", _ALONE, threads="aaaa", groups="aaaa", beside_computing=True),
     case("nccl_comm_num", 4, _ALONE, threads="abcd", groups="abcd", beside_computing=True),
-    case("sync_nccl_allreduce", True, _PAIRS, holds=0.3, steps=1, launches_wait=[True, True], planned=[1, True]),
+    case(
+        "sync_nccl_allreduce",
+        True,
+        _PAIRS,
+        holds=0.3,
+        steps=1,
+        launches_wait=[True, True],
+        planned=[1, True],
+        said=f"sync_nccl_allreduce: true (set by the caller): {_SLOWER}",
+    ),
     case("sync_nccl_allreduce", False, _PAIRS, holds=20.0, steps=1, launches_wait=[False, False]),
     case("overlap_next_step", True, holds=1.0, holds_runs=True, steps=2, runs_end_first=True),
     case(
@@ -146,7 +156,7 @@ _ALL = [
         holds=0.3,
         steps=1,
         launches_wait=[True, True],
-        said="FLAGS_sync_nccl_allreduce=1 is used as sync_nccl_allreduce: true",
+        said=f"FLAGS_sync_nccl_allreduce=1 is used as sync_nccl_allreduce: true: {_SLOWER}",
     ),
     # Where the collectives of NCCL run: the second half of what own sends is its comparison.
     case("collective_stream", "calc", _PAIRS, run="on_streams", beside_computing=False, sent=[_IN_PAIRS] * 2),
