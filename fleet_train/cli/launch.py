@@ -68,13 +68,15 @@ or 12 after SIGTERM if the state was saved.
 _POLICY = FaultPolicy()
 
 # Flags of paddle.distributed.launch that have another form here.
-_STOCK_FLAGS = {
+STOCK_FLAGS = {
     "--master": "the nodes are given by --cluster_node_ips=A,B; the first one is the rendezvous",
     "--nnodes": "the number of nodes follows from --cluster_node_ips=A,B",
     "--rank": "a node's number is the position of its --node_ip in --cluster_node_ips",
     "--max_restart": "it is --max_restarts here, and the default is 0",
     "--elastic_level": "use --max_restarts=N, and --min_nodes=M to continue without a lost node",
     "--elastic_timeout": "use --rejoin_timeout=SECONDS",
+    "--print_config": "the launcher's first line says what it starts, and --dry-run all that it sets",
+    "--log_level": "each message comes once, from rank 0; --verbose also shows Paddle's start-up messages",
 }
 
 
@@ -101,7 +103,7 @@ class _LaunchCommand(click.Command):
         try:
             return super().parse_args(ctx, self._with_steps(args))
         except click.NoSuchOption as error:
-            hint = _STOCK_FLAGS.get(error.option_name.replace("-", "_").replace("__", "--", 1))
+            hint = STOCK_FLAGS.get(error.option_name.replace("-", "_").replace("__", "--", 1))
             if hint is None:
                 raise
             raise click.UsageError(f"No such option '{error.option_name}': {hint}.", ctx) from None

@@ -198,7 +198,7 @@ def applied_mappings(profile: Profile, node_num: int | None = None) -> list[str]
     if node_num == 1 and profile.nccl_comm_num not in (1, AUTO):
         sentences.append(
             f"nccl_comm_num: {profile.nccl_comm_num} ({profile.origin('nccl_comm_num')}) is carried out on this one "
-            "node; Fleet 1.8 silently used 1 there."
+            "node; Fleet 1.8 used 1 there."
         )
     if profile.use_local_sgd and profile.local_sgd_steps == 1 and _averages_every_step(profile):
         sentences.append(

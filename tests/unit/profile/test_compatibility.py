@@ -283,7 +283,7 @@ NOTHING_SAVED = "local_sgd_steps: 1 (set by the caller) averages the parameters 
         (
             {"nccl_comm_num": 2},
             1,
-            "nccl_comm_num: 2 (set by the caller) is carried out on this one node; Fleet 1.8 silently used 1 there.",
+            "nccl_comm_num: 2 (set by the caller) is carried out on this one node; Fleet 1.8 used 1 there.",
         ),
         (
             {"num_iteration_per_drop_scope": 30},
