@@ -26,6 +26,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+GUIDE = "docs/from-other-frameworks.md"
+"""The page about lines for PyTorch, Apex, Horovod and DALI, to which messages point."""
+
 # Characters that move the cursor, change colours or the title, or reverse the text direction; surrogates.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 

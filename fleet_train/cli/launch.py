@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from fleet_train.cli.options import (
 from fleet_train.cluster.cluster import DEFAULT_JOIN_TIMEOUT_SECONDS, DEFAULT_STARTED_PORT, FAN_IN, parse_nodes
 from fleet_train.cluster.engines import CHOICES
 from fleet_train.cluster.flight.trace import read_steps
+from fleet_train.errors import GUIDE, ClusterError
 from fleet_train.launch.request import AUTO, OFF, ON, FaultPolicy, LaunchRequest, parse_devices, read_job_id
 from fleet_train.lazy import part_if_there
 
@@ -67,10 +68,8 @@ or 12 after SIGTERM if the state was saved.
 
 _POLICY = FaultPolicy()
 
-# Flags of paddle.distributed.launch that have another form here.
-STOCK_FLAGS = {
+_STOCK_FLAGS = {
     "--master": "the nodes are given by --cluster_node_ips=A,B; the first one is the rendezvous",
-    "--nnodes": "the number of nodes follows from --cluster_node_ips=A,B",
     "--rank": "a node's number is the position of its --node_ip in --cluster_node_ips",
     "--max_restart": "it is --max_restarts here, and the default is 0",
     "--elastic_level": "use --max_restarts=N, and --min_nodes=M to continue without a lost node",
@@ -78,35 +77,58 @@ STOCK_FLAGS = {
     "--print_config": "the launcher's first line says what it starts, and --dry-run all that it sets",
     "--log_level": "each message comes once, from rank 0; --verbose also shows Paddle's start-up messages",
 }
-
+_OTHER_LAUNCHERS = {
+    "--nnodes --node_rank --master_addr --master_port --rdzv_endpoint --rdzv_backend --rdzv_conf": (
+        "machines are listed, and meet at the first one: --cluster_node_ips=A,B --node_ip=OWN on each, with "
+        "--started_port=PORT; or, typed once, --hosts A,B"
+    ),
+    "--rdzv_id": "it is --job_id NAME",
+    "--standalone": "leave it out: without a list of machines, the job is one machine's",
+    "--local_rank --use_env": "leave it out: in the script, fleet.local_rank() is each rank's own",
+    "--module": "it is -m here",
+    "-n -np --np --num_proc": "on one machine, it is --nproc_per_node=N; on several, --hosts A:2,B:2 has 2 on each",
+    "-H -host -hosts": "it is --hosts A:2,B:2",
+    "-f --hostfile -hostfile --machinefile -machinefile": "it is --hosts_file FILE, with lines such as pc2 slots=2",
+    "-N -ppn -perhost -npernode --npernode --map_by": "it is --nproc_per_node=N, the processes of each machine",
+    "-x -env -genv": "ranks get your shell's variables; one more is --set environment.NAME=VALUE",
+    "--start_timeout": "it is --join_timeout=SECONDS",
+    "--min_np --max_np --host_discovery_script": "use --max_restarts=N, and --min_nodes=M to go on with M machines",
+    "--network_interface --network_interfaces --nics -iface": (
+        "it follows from the machines' addresses; --set environment.GLOO_SOCKET_IFNAME=NAME names another"
+    ),
+    "-p -i --ssh_port --ssh_identity_file": "write it into ~/.ssh/config, or into --ssh_config FILE",
+    "--gloo --mpi --mca -mca --bind_to -bind_to --oversubscribe --allow_run_as_root": (
+        "leave it out: it is for mpirun, which can start the ranks without this launcher (docs/engines.md)"
+    ),
+}
+INSTEAD = {flag: text for flags, text in _STOCK_FLAGS.items() for flag in flags.split()} | {
+    flag: f"{text} ({GUIDE})" for flags, text in _OTHER_LAUNCHERS.items() for flag in flags.split()
+}
+"""Flags of paddle.distributed.launch and of other launchers, with ``_`` within a name: what to write here."""
 
 _VERIFY = "--verify_joint_batch"
 
 
 class _LaunchCommand(click.Command):
-    def _with_steps(self, args: list[str]) -> list[str]:
+    def _with_steps(self, args: list[str], ctx: click.Context) -> list[str]:
         """Give ``--verify_joint_batch`` its number of steps where the script or another flag follows it: click would
-        take that for the number."""
+        take that for the number. Raises UsageError for a flag of another launcher."""
         takes_value = {
             name: not each.is_flag for each in self.params if isinstance(each, click.Option) for name in each.opts
         }
         place = 0
-        while place < len(args) and args[place].startswith("-"):
-            name = args[place] if args[place][:2] != "--" else f"--{args[place][2:].replace('-', '_')}"
+        while place < len(args) and args[place].startswith("-") and args[place] != "--":
+            name = args[place][:2] + args[place][2:].replace("-", "_")
+            if (flag := name.partition("=")[0]) in INSTEAD:
+                raise click.UsageError(f"No such option '{flag}': {INSTEAD[flag]}.", ctx)
             following = args[place + 1 : place + 2]
             if name == _VERIFY and not (following and following[0].isdigit()):
-                return [*args[: place + 1], "1", *args[place + 1 :]]
+                args = [*args[: place + 1], "1", *args[place + 1 :]]
             place += 1 + takes_value.get(name, False)
         return args
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, self._with_steps(args))
-        except click.NoSuchOption as error:
-            hint = STOCK_FLAGS.get(error.option_name.replace("-", "_").replace("__", "--", 1))
-            if hint is None:
-                raise
-            raise click.UsageError(f"No such option '{error.option_name}': {hint}.", ctx) from None
+        return super().parse_args(ctx, self._with_steps(args, ctx))
 
 
 def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Callable[[Command], Command]:
@@ -268,7 +290,7 @@ def _launch_on_hosts(context: click.Context, where: Where, **flags: Any) -> int:
 @click.option(
     "--strict",
     is_flag=True,
-    help="A script's probable mistakes are errors: ranks that train without each other, or on the same samples, or draw "
+    help="A script's probable mistakes are errors: ranks that train without each other, on the same samples or with "
     "the same random numbers. [default: a message; or FLEET_TRAIN_STRICT=1]",
 )
 @click.option(
@@ -309,7 +331,13 @@ def command(**flags: Any) -> None:
         click.echo(launch.dry_run())
         return
     doctor = part_if_there("fleet_train.doctor.report")
-    sys.exit(run(launch, os.environ, doctor.AfterFailure(launch.node, launch.log_dir).line if doctor else str))
+    machine = doctor.AfterFailure(launch.node, launch.log_dir).line if doctor else str
+
+    def diagnose(last_lines: Sequence[str]) -> str:
+        port = part_if_there("fleet_train.port.published")
+        return (port.after_failure(last_lines) if port else "") or machine()
+
+    sys.exit(run(launch, os.environ, diagnose))
 
 
 def read_request(
@@ -337,6 +365,8 @@ def read_request(
     that cannot be parsed."""
     if steps := same_names.get("trace"):
         read_steps(steps)
+    if node_ip and "," in node_ip:
+        raise ClusterError(f"--node_ip={node_ip} (--host): it is this machine's own address; a list is --hosts A,B")
     hosts, counts = parse_nodes(cluster_node_ips) if cluster_node_ips is not None else (None, ())
     ports_per_node = None
     if use_paddlecloud:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from fleet_train.cli.options import HELP
-from fleet_train.errors import ConversionError, printable
+from fleet_train.errors import GUIDE, ConversionError, printable
 
 if TYPE_CHECKING:
     from fleet_train.port import Ported
@@ -33,6 +33,9 @@ stays as long as a marked line needs it, so an unfinished script fails at its fi
 not in the middle of training. docs/old-programs.md explains each.
 
 \b
+Characters of web pages in code (no-break spaces, typographic quotes) become Python's own.
+
+\b
 Below a folder, hidden folders and those called build, dist, node_modules or __pycache__ are
 skipped, and listed if there are scripts in them; they are ported where they are named themselves.
 
@@ -40,7 +43,8 @@ skipped, and listed if there are scripts in them; they are ported where they are
 Exit codes:
   0   done; with --check: nothing would change (remaining TODO lines are listed)
   1   --check: something would change
-  7   files are not Python 3 (listed with file and line); the others are ported
+  7   files are not Python 3 (listed with file and line), the others are ported; or no script is
+      for Paddle, but some for another framework
   10  no such file or folder
 """
 
@@ -70,12 +74,19 @@ def command(paths: tuple[Path, ...], write: bool, check: bool) -> None:
         else:
             click.echo(script.difference(result), nl=False)
     _list_marks(ported)
-    for folder in skipped:
-        click.echo(printable(f"skipped {folder}"), err=True)
+    others = [f"{each.path}: a {each.framework} script" for each in ported if each.framework not in ("", "Paddle")]
+    notes = [f"{each.path}: Python's own characters for {each.replaced}" for each in ported if each.replaced]
+    for note in (*notes, *(f"skipped {each}" for each in (*skipped, *others))):
+        click.echo(printable(note), err=True)
     if unreadable and len(scripts) == 1:
         raise ConversionError(unreadable[0])
     for problem in unreadable:
         click.echo(printable(f"skipped {problem}"), err=True)
+    if others and not any(each.framework == "Paddle" for each in ported):
+        raise ConversionError(
+            f"{others[0]}; port translates none: it rewrites those for Paddle, whose static programs fleet_train "
+            f"trains. {GUIDE} has what takes the place of lines of PyTorch's DDP, Apex, Horovod and DALI"
+        )
     click.echo(_summary(len(ported), len(changed), write, check), err=True)
     if unreadable:
         raise ConversionError(

@@ -97,7 +97,15 @@ def read_before_import(source: str) -> int | None:
     return None
 
 
-def warning_of(main_script: str | None, environ: Mapping[str, str | None] | None = None) -> str:
+def main_script() -> str:
+    """The text of the running script; empty if it has no file."""
+    try:
+        return Path(getattr(sys.modules["__main__"], "__file__", None) or "").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def warning_of(script: str | None, environ: Mapping[str, str | None] | None = None) -> str:
     """The message about the correction for ``fleet.init``; empty if there was none."""
     before = _launched if environ is None else environ
     if not before:
@@ -106,7 +114,7 @@ def warning_of(main_script: str | None, environ: Mapping[str, str | None] | None
         "the stock launcher set PADDLE_TRAINER_ID and PADDLE_TRAINERS_NUM for a job of this machine alone; they were "
         "corrected when fleet_train was imported. Code that read them before saw the wrong rank"
     )
-    line = read_before_import(main_script) if main_script else None
+    line = read_before_import(script) if script else None
     if line is None:
         return text
     return f"WARNING: {text}, and line {line} of the script is above that: move `import fleet_train` to its first line"

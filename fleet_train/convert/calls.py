@@ -11,7 +11,7 @@ import numpy as np
 
 from fleet_train.collectives.job import Array
 from fleet_train.convert.session import current, current_shares
-from fleet_train.errors import ConversionError
+from fleet_train.errors import GUIDE, ConversionError
 from fleet_train.profile.rules import suggestion
 
 _COLLECTIONS = ("worker", "all")
@@ -111,7 +111,7 @@ def reduce(call: str, values: Array, op: str) -> Array:
 
 def broadcast(array: Any, source: int = 0) -> Array:
     """The numpy array of rank ``source`` on every rank, bit by bit; what the others pass is ignored, None will do:
-    ``weights = fleet.broadcast(np.load("w.npy") if fleet.is_first_worker() else None)``.
+    ``table = fleet.broadcast(read_table() if fleet.is_first_worker() else None)``.
 
     All ranks call it in the same order. Any dtype but objects. Raises ConversionError for those, and for a ``source``
     that is no rank.
@@ -201,31 +201,6 @@ _ABSENT = {
     "InMemoryDataset QueueDataset MultiSlotDataGenerator MultiSlotStringDataGenerator": (
         "is in fleet_train.compat, for compat.train_from_dataset; docs/old-programs.md has a recipe"
     ),
-    "send recv isend irecv P2POp batch_isend_irecv scatter reduce reduce_scatter all_to_all allreduce_async": (
-        "is not there: data parallel ranks do the same. Arrays reach all ranks by fleet.all_reduce, fleet.broadcast or "
-        "fleet.all_gather, small values of any kind by fleet.gather"
-    ),
-    "barrier": "is fleet.barrier_worker()",
-    "get_rank": "is fleet.worker_index()",
-    "get_world_size size": "is fleet.worker_num()",
-    "local_size": "is not there; fleet.local_rank() is the index on the node, fleet.node_num() the number of nodes",
-    "init_process_group init_parallel_env is_initialized": "is fleet.init(is_collective=True), once",
-    "destroy_process_group": "is not needed: ranks leave the job when the script ends (fleet.shutdown)",
-    "new_group": "is not there: all ranks train one model; fleet.all_reduce is over all of them",
-    "DistributedSampler": "is paddle.io.DistributedBatchSampler, or fleet_train.data.ShardedBatchSampler",
-    "DistributedDataParallel DataParallel DistributedOptimizer": (
-        "is fleet.distributed_optimizer(optimizer), for static programs; dynamic ones use paddle.DataParallel"
-    ),
-    "SyncBatchNorm convert_sync_batchnorm convert_syncbn_model": "is a knob here: --set sync_batch_norm=true",
-    "broadcast_parameters broadcast_optimizer_state broadcast_object": (
-        "is not needed: all ranks start with rank 0's parameters, and fleet.load_persistables gives all what is saved; "
-        "arrays: fleet.broadcast"
-    ),
-    "allreduce": 'is fleet.all_reduce(array, "mean")',
-    "allgather all_gather_object": "is fleet.all_gather(array), or fleet.gather(value) for small values of any kind",
-    "Compression": "is a knob here: --set compression=bf16 or fp16",
-    "amp initialize scale_loss": "is a knob here: --strategy amp_bf16, or --set amp_level=O1",
-    "spawn": "is fleet_train.spawn(function, nprocs=2)",
     "launch": "is a command: python -m fleet_train launch --help",
     "launch_utils": "is internal to Paddle's launcher; python -m fleet_train launch --help",
     "cloud_utils": "is internal to Paddle's launcher; python -m fleet_train launch --use_paddlecloud",
@@ -241,6 +216,7 @@ _ABSENT = {
     "load_inference_model": f"{_SERVERS}; paddle.static.load_inference_model reads an exported network",
     "save_dense_params": f"{_SERVERS}; use fleet.save_persistables",
     "save": "stands for two calls: fleet.save_persistables (to resume) and fleet.save_inference_model (to deploy)",
+    "inference_model": "is fleet.save_inference_model",
     "get_worker_endpoints": "is fleet.worker_endpoints()",
     "get_current_id current_id": "is fleet.worker_index()",
     "current_endpoint": "is fleet.worker_endpoints()[fleet.worker_index()]",
@@ -259,8 +235,39 @@ _ABSENT = {
         "is internal to Paddle's Fleet; fleet.profile() and fleet.plan() show what is carried out"
     ),
 }
-"""Names that the facade does not have, and the reason that they share."""
-ABSENT = {name: reason for names, reason in _ABSENT.items() for name in names.split()}
+_ELSEWHERE = {
+    "send recv isend irecv P2POp batch_isend_irecv scatter reduce reduce_scatter all_to_all allreduce_async": (
+        "is not there: data parallel ranks do the same. Arrays reach all ranks by fleet.all_reduce, fleet.broadcast or "
+        "fleet.all_gather, small values of any kind by fleet.gather"
+    ),
+    "barrier monitored_barrier": "is fleet.barrier_worker()",
+    "get_rank": "is fleet.worker_index()",
+    "get_world_size size": "is fleet.worker_num()",
+    "local_size": "is not there; fleet.local_rank() is the index on the node, fleet.node_num() the number of nodes",
+    "init_process_group init_parallel_env is_initialized": "is fleet.init(is_collective=True), once",
+    "destroy_process_group": "is not needed: ranks leave the job when the script ends (fleet.shutdown)",
+    "new_group": "is not there: all ranks train one model; fleet.all_reduce is over all of them",
+    "DistributedSampler": "is paddle.io.DistributedBatchSampler, or fleet_train.data.ShardedBatchSampler",
+    "DistributedDataParallel DataParallel DistributedOptimizer DDP": (
+        "is fleet.distributed_optimizer(optimizer), for static programs; dynamic ones use paddle.DataParallel"
+    ),
+    "SyncBatchNorm convert_sync_batchnorm convert_syncbn_model": "is a knob here: --set sync_batch_norm=true",
+    "broadcast_parameters broadcast_optimizer_state broadcast_object": (
+        "is not needed: all ranks start with rank 0's parameters, and fleet.load_persistables gives all what is saved; "
+        "arrays: fleet.broadcast"
+    ),
+    "allreduce": 'is fleet.all_reduce(array, "mean")',
+    "allgather all_gather_object": "is fleet.all_gather(array), or fleet.gather(value) for small values of any kind",
+    "ReduceOp reduce_op Sum Average": 'is a word here: fleet.all_reduce(array, "sum"), or "mean", "max", "min"',
+    "get_local_rank": "is fleet.local_rank()",
+    "Compression register_comm_hook": "is a knob here: --set compression=bf16 or fp16",
+    "amp initialize scale_loss GradScaler": "is a knob here: --strategy amp_bf16, or --set amp_level=O1",
+    "spawn": "is fleet_train.spawn(function, nprocs=2)",
+}
+"""Names that the facade does not have, and the reason that they share; here those of torch.distributed and Horovod."""
+ABSENT = {name: reason for names, reason in _ABSENT.items() for name in names.split()} | {
+    name: f"{reason} ({GUIDE})" for names, reason in _ELSEWHERE.items() for name in names.split()
+}
 """Every name of Fleet's facade, 1.8 and 2.x, that ours does not have: why, and what to use instead."""
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fleet_train.cluster.at_import import warning_of
+from fleet_train.cluster.at_import import main_script, warning_of
 from fleet_train.cluster.cluster import Cluster
 from fleet_train.cluster.engines import alone_despite, detect
 from fleet_train.cluster.flight.trace import read_steps
@@ -30,9 +30,9 @@ import paddle
 
 from fleet_train.collectives.step_notes import Communication as Communication
 from fleet_train.convert import calls, metrics, planning, session, trainings
-from fleet_train.convert.calls import UtilBase, meet, reduce, unknown, values_of_all
+from fleet_train.convert.calls import UtilBase, meet, unknown, values_of_all
 from fleet_train.convert.moving_average import replace_paddles
-from fleet_train.convert.optimizer import DistributedOptimizer
+from fleet_train.convert.optimizer import DistributedOptimizer as _DistributedOptimizer
 from fleet_train.convert.paddle_optimizers import refuse_wrapping_ours, unwrap
 from fleet_train.convert.passes.exchanged import all_samples, first_sample, refuse_no_samples
 from fleet_train.convert.planning import apply_environment, resolve
@@ -162,7 +162,7 @@ def init(
     refuse_wrapping_ours()
     if job.world_size > 1:
         process.on_each_run(trainings.choose)
-    log_once(filter(None, [warning_of(_main_script()), _who_started(job.cluster)]), job.cluster.rank)
+    log_once(filter(None, [warning_of(main_script()), _who_started(job.cluster)]), job.cluster.rank)
     if log_level not in ("INFO", 20):
         log_once(
             [f"log_level: {log_level!r} is mapped: fleet_train prints each message once, on rank 0"], job.cluster.rank
@@ -184,15 +184,7 @@ def _who_started(cluster: Cluster) -> str:
     return f"started by {started.engine}: {cluster.world_size} ranks on {cluster.node_num} nodes"
 
 
-def _main_script() -> str:
-    """The text of the running script; empty if it has no file."""
-    try:
-        return Path(getattr(sys.modules["__main__"], "__file__", None) or "").read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-def distributed_optimizer(optimizer: Any, strategy: Any = None) -> DistributedOptimizer:
+def distributed_optimizer(optimizer: Any, strategy: Any = None) -> _DistributedOptimizer:
     """Wrap any Paddle optimizer.
 
     ``strategy``: our ``DistributedStrategy``, a stock ``paddle.distributed.fleet.DistributedStrategy``, a profile's
@@ -215,7 +207,7 @@ def distributed_optimizer(optimizer: Any, strategy: Any = None) -> DistributedOp
     now.shares = BatchShares(now.job, now.profile)
     notices += [*more, *apply_environment(now.profile)]
     log_once([*notices, *applied_mappings(now.profile, node_num)], rank)
-    made = DistributedOptimizer(unwrapped.optimizer, now.profile, now.job, now.on_converted)
+    made = _DistributedOptimizer(unwrapped.optimizer, now.profile, now.job, now.on_converted)
     if unwrapped.around is not None:
         made.around_update(unwrapped.around)
     now.optimizers.append(made)
@@ -424,12 +416,12 @@ def all_reduce(array: Any = None, op: str | None = None, *, input: Any = None, m
     """
     values = np.asarray(needed("all_reduce", input=input, array=array))
     operation = one_of("all_reduce", mode=mode, op=op) or "sum"
-    return reduce("fleet.all_reduce()", values, operation)
+    return calls.reduce("fleet.all_reduce()", values, operation)
 
 
 def all_reduce_worker(input: Any, output: Any) -> None:
     """The sum of ``input`` over all ranks, written into ``output`` (Fleet 1.8)."""
-    output[:] = reduce("fleet.all_reduce_worker()", np.asarray(input), "sum")
+    output[:] = calls.reduce("fleet.all_reduce_worker()", np.asarray(input), "sum")
 
 
 def all_gather_samples(value: Any) -> Any:

@@ -6,27 +6,20 @@ All ranks call them: state that differs between ranks is averaged or gathered, r
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import paddle
-
-from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.job import Job
 from fleet_train.collectives.methods import registry as method_state
-from fleet_train.collectives.paddle_compat import dynamic_mode
-from fleet_train.collectives.replica_check import digests
 from fleet_train.collectives.transfer import broadcast_arrays, broadcast_each, gather_arrays, scatter_arrays
 from fleet_train.convert import persistables
 from fleet_train.convert.exporting import as_list, export, refuse_other_program
 from fleet_train.convert.owned_state import OwnedState
 from fleet_train.convert.passes.program import parameters_behind
 from fleet_train.convert.program_state import (
-    PARAMETER,
     PREFIX,
     Arrays,
     ProgramState,
@@ -43,6 +36,7 @@ from fleet_train.convert.program_state import (
     to_merged,
     what_is_not_finite,
 )
+from fleet_train.convert.replicas import compare_replicas, make_equal
 from fleet_train.convert.schedules import Saved, read_saved, state_to_save
 from fleet_train.convert.session import Converted, current, exchange_of, exchanges_of, program_or_last
 from fleet_train.convert.sharding import ROWS
@@ -457,64 +451,3 @@ def _words_of(error: Exception) -> str:
         return str(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return ": ".join([type(error).__name__, *(["; ".join(lines)[:_MOST_WORDS]] if lines else [])])
-
-
-def make_equal(job: Job, found: Sequence[Converted], with_optimizer: Sequence[Converted] = ()) -> None:
-    """Average state of converted programs that differs between ranks but is needed once; all ranks call it.
-
-    This is batch norm's running statistics and, in LocalSGD's local steps, the parameters; of those in
-    ``with_optimizer`` the optimizer's state as well, so that one rank's file is valid for all of them.
-    """
-    statistics: dict[str, Any] = {}
-    for each in found:
-        exchange, state = each.exchange, ProgramState(each.main)
-        exchange.drain_copies()
-        averager = exchange.averager
-        if averager is None or averager.schedule.is_synchronous(exchange.step):
-            statistics |= dict.fromkeys(state.statistics, state)
-        else:
-            names = [name for name in state.drifting if each in with_optimizer or state.kinds[name] == PARAMETER]
-            with dynamic_mode():
-                copies = state.read(names).items()
-                tensors = {name: paddle.to_tensor(array, place=job.place) for name, array in copies}
-                exchange.synchronise(tensors)
-                state.write({name: tensor.numpy() for name, tensor in tensors.items()}, job.place)
-        exchange.equal_after = exchange.step
-    _average_statistics(job, statistics)
-
-
-def compare_replicas(
-    state: ProgramState,
-    exchange: GradientExchange,
-    with_optimizer: bool,
-    copies: Arrays | None = None,
-) -> None:
-    """Compare what one rank's file is to hold for all of them; all ranks call it after ``make_equal``.
-
-    The parameters that are trained and, with ``with_optimizer``, what the optimizer keeps of each; not the latter in
-    LocalSGD's local steps, where ranks may have skipped different updates, nor of a sharded optimizer. Does nothing
-    with divergence_check_steps 0.
-    ``copies``: those values that are on the host already. Raises ScheduleMismatch.
-    """
-    if not exchange.check.is_asked_for:
-        return
-    names, averager = [name for name in exchange.trained if name in state.variables], exchange.averager
-    if with_optimizer and not exchange.owners and (averager is None or averager.schedule.is_synchronous(exchange.step)):
-        names += state.kept_of(exchange)
-    copied = copies or {}
-    if not names:
-        return
-    values = (copied[name] if name in copied else borrowed(state.variables[name]) for name in names)
-    exchange.compare_saved(names, digests(values))
-
-
-def _average_statistics(job: Job, states: Mapping[str, ProgramState]) -> None:
-    """Average the statistics that differ between ranks. ``states``: by the statistics' names, where they are."""
-    if not states:
-        return
-    arrays = {name: states[name].read([name])[name] for name in sorted(states)}
-    flat = np.concatenate([array.reshape(-1) for array in arrays.values()])
-    mean = job.reduce(flat, "sum") / flat.dtype.type(job.world_size)
-    for name, array in arrays.items():
-        array.reshape(-1)[:], mean = mean[: array.size], mean[array.size :]
-        states[name].write({name: array}, job.place)

@@ -15,8 +15,8 @@ from fleet_train.collectives.exchange import GradientExchange
 from fleet_train.collectives.host_ops import exchanges_in, once_until_grown
 from fleet_train.convert.passes.program import variable_of
 from fleet_train.convert.program_state import belongs_to, counts_micro_batches
+from fleet_train.convert.replicas import make_equal
 from fleet_train.convert.rewrite import broadcast_start_state, names_stored_by
-from fleet_train.convert.saving import make_equal
 from fleet_train.convert.session import Converted, current
 from fleet_train.convert.sharding import owned_by_one_rank
 

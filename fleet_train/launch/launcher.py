@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -52,12 +52,13 @@ from fleet_train.launch.terminal import messages_in_order, show_lines, told
 from fleet_train.launch.worker_group import WorkerGroup, failed
 from fleet_train.log import logger
 
+Diagnose = Callable[[Sequence[str]], str]
+"""Called after a failure, with the last lines of the rank that failed first, if there is one: returns a line about the
+likely cause; empty: unknown."""
 
-def run(launch: Launch, environ: Mapping[str, str], diagnose: Callable[[], str] = str) -> int:
-    """Run the launch; returns the exit code for the shell. Raises FleetTrainError before the first rank.
 
-    ``diagnose`` is called after a failure and returns a line about its likely cause on this node; empty: unknown.
-    """
+def run(launch: Launch, environ: Mapping[str, str], diagnose: Diagnose = lambda _: "") -> int:
+    """Run the launch; returns the exit code for the shell. Raises FleetTrainError before the first rank."""
     with messages_in_order(), stopping_signals() as stopping:
         launcher = Launcher(launch, environ, stopping)
         try:
@@ -279,7 +280,7 @@ class Launcher:
         return f"{', '.join(map(node.describe, new))} can join again" if new else None
 
 
-def _report_end(result: RunResult, diagnose: Callable[[], str]) -> int:
+def _report_end(result: RunResult, diagnose: Diagnose) -> int:
     """Report how the job ended; returns the exit code."""
     if result.kind is Kind.DONE:
         return 0
@@ -296,12 +297,12 @@ def _report_end(result: RunResult, diagnose: Callable[[], str]) -> int:
         if table:
             show_lines(table)
     if result.kind is Kind.FAILED:
-        _report_cause(diagnose)
+        _report_cause(diagnose, result.root_cause.last_lines if result.root_cause else ())
     return result.exit_code
 
 
-def _report_cause(diagnose: Callable[[], str]) -> None:
-    line = diagnose()
+def _report_cause(diagnose: Diagnose, last_lines: Sequence[str] = ()) -> None:
+    line = diagnose(last_lines)
     if line:
         logger.info(line)
 

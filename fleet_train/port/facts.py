@@ -67,6 +67,7 @@ class Facts:
     wraps_optimizer: bool = False
     """Whether the script calls ``distributed_optimizer``, which takes over what is wrapped around an optimizer."""
     uses_paddle: bool = False
+    imported: set[str] = field(default_factory=set)
     is_dynamic: bool = False
     enables_static: bool = False
 
@@ -200,6 +201,7 @@ class FactFinder(Names, cst.CSTVisitor):
             self._imported(f"{module}.{alias.evaluated_name}")
 
     def _imported(self, name: str) -> None:
+        self.facts.imported.add(name)
         self.facts.uses_paddle |= name.split(".")[0] in {"paddle", "fleetx", "fleet_train"}
         self.facts.is_fluid_script |= f"{name}.".startswith(FLUID)
         self.facts.is_fleet_script |= is_fleet(name) or name in ("fleet_train.fleet", "fleet_train.DistributedStrategy")

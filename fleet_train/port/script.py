@@ -15,7 +15,7 @@ from libcst.metadata import MetadataWrapper
 
 from fleet_train.errors import ConversionError, DataError
 from fleet_train.files import open_new, write_all
-from fleet_train.port import calls
+from fleet_train.port import calls, published
 from fleet_train.port.calls import Mark, marks_in, source
 from fleet_train.port.facts import FactFinder, Facts
 from fleet_train.port.index import is_old
@@ -26,12 +26,15 @@ _PYTHON_2 = re.compile(r"^\s*(print\s+[\"'\w]|except\s+\w+\s*,\s*\w+\s*:)", re.M
 
 @dataclass(frozen=True)
 class Ported:
-    """A script before and after. ``marks``: what remains to be done, at lines of ``new``."""
+    """A script before and after. ``marks``: what remains to be done, at lines of ``new``. ``replaced``: characters of
+    web pages. ``framework``: ``Paddle``, another one if it does not use Paddle, or nothing known."""
 
     path: str
     old: bytes
     new: bytes
     marks: tuple[Mark, ...]
+    replaced: str
+    framework: str
 
     @property
     def changed(self) -> bool:
@@ -41,24 +44,27 @@ class Ported:
 def port(content: bytes, path: str) -> Ported:
     """Rewrite a script for Paddle 1.6 to 2.x for Paddle 3 and fleet_train. A second run changes nothing.
 
-    Raises ConversionError, naming file and line, for what is not Python 3.
+    Characters of web pages in its code become Python's own. Raises ConversionError, naming file and line, for what is
+    not Python 3 then.
     """
+    readable, replaced, problem = published.read(content)
     try:
-        module = cst.parse_module(content)
+        module = cst.parse_module(readable)
     except cst.ParserSyntaxError as error:
-        raise ConversionError(_unreadable(content, path, error)) from None
+        raise ConversionError(_unreadable(content, path, error, problem)) from None
     except (UnicodeDecodeError, SyntaxError, LookupError) as error:
         raise ConversionError(f"{path}:1: not readable as Python: {error}") from None
     wrapper = MetadataWrapper(module)
     finder = FactFinder()
     wrapper.visit(finder)
     if not finder.facts.uses_paddle and calls.PREFIX.encode() not in content:
-        return Ported(path, content, content, ())
+        framework = published.framework_of(finder.facts.imported)
+        return Ported(path, content, content if framework else readable, (), "" if framework else replaced, framework)
     rewriter = Rewriter(finder.facts)
     ported = with_new_imports(wrapper.visit(rewriter), rewriter.kept, rewriter.needed)
     if _wants_static_mode(finder.facts, ported.code):
         ported = with_static_mode(ported)
-    return Ported(path, content, ported.bytes, tuple(marks_in(path, ported.code)))
+    return Ported(path, content, ported.bytes, tuple(marks_in(path, ported.code)), replaced, "Paddle")
 
 
 def _wants_static_mode(facts: Facts, code: str) -> bool:
@@ -67,11 +73,12 @@ def _wants_static_mode(facts: Facts, code: str) -> bool:
     return facts.is_fluid_script and not (facts.enables_static or facts.is_dynamic) and runs and "paddle." in code
 
 
-def _unreadable(content: bytes, path: str, error: cst.ParserSyntaxError) -> str:
+def _unreadable(content: bytes, path: str, error: cst.ParserSyntaxError, problem: SyntaxError | None) -> str:
     text = content.decode(errors="replace")
     message = re.sub(r"^parser error: (error at [\d:]+: )?", "", error.message.splitlines()[0])
+    line, message = (error.raw_line, message) if problem is None else (problem.lineno or 1, problem.msg)
     hint = "; it looks like Python 2: run 2to3 on it first" if _PYTHON_2.search(text) else ""
-    return f"{path}:{error.raw_line}: not Python 3: {message}{hint}"
+    return f"{path}:{line}: not Python 3: {message}{hint}"
 
 
 # Import statements: old ones go unless a marked use needs them, new ones come in their place.

@@ -6,8 +6,11 @@ Commands that name two machines are run by test_launch_forms.py and others; here
 from __future__ import annotations
 
 import difflib
+import importlib.util
+import os
 import re
 import shlex
+import shutil
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +25,7 @@ from tests.support.ports import free_ports
 from tests.support.processes import ROOT, output_of, python
 
 EXAMPLES = ROOT / "tools" / "examples"
+INSTALLING = (ROOT / "docs" / "installing.md").read_text()
 PAGES = [ROOT / "README.md", ROOT / "README_cn.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PRINTED = {command: page for page in PAGES for command in shell_commands(page.read_text())}
 # Profile that pages call ./mine.yaml.
@@ -168,3 +172,83 @@ def test_the_diff_is_the_one_between_the_two_scripts(page: str) -> None:
     for sign in "-+":
         shown = [line[1:] for line in block.splitlines() if line.startswith(sign)]
         assert shown == [line[2:] for line in real if line[0] == sign]
+
+
+def section(title: str) -> str:
+    """What docs/installing.md says under a heading of the second level."""
+    (text,) = re.findall(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", INSTALLING, re.DOTALL | re.MULTILINE)
+    return str(text)
+
+
+@pytest.mark.long
+def test_the_installation_without_a_network_runs_as_printed(tmp_path: Path) -> None:
+    """Without the four largest packages, which it would download. On the second machine pip has a dead proxy."""
+    with_network, without = (
+        shell_commands(f"```bash\n{block}```\n") for block in fenced_blocks(section("Without a network"), "bash")[:2]
+    )
+    checkout, elsewhere = tmp_path / "checkout", tmp_path / "elsewhere"
+    for folder in (checkout, elsewhere):
+        folder.mkdir()
+    for part in ("fleet_train", "strategies", "pyproject.toml", "README.md", "LICENSE"):
+        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
+        copy(ROOT / part, checkout / part)  # building writes into its folder: not into this checkout
+    largest = ("paddlepaddle", "visualdl", "numba", "scikit-learn")
+    pins = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if not line.startswith(largest)]
+    (checkout / "requirements.txt").write_text("\n".join(pins))
+
+    for command in with_network:
+        output_of(shlex.split(command), cwd=checkout)
+    for part in ("wheels", "requirements.txt"):
+        (checkout / part).rename(elsewhere / part)
+    nowhere = {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_PROXY": "http://127.0.0.1:9", "PYTHONPATH": ""}
+    installed = [*without, "python -m fleet_train profiles", "command -v python"]
+    printed = output_of(["bash", "-ec", "\n".join(installed)], nowhere, elsewhere).splitlines()
+    assert any("multi_node" in line for line in printed)
+    assert printed[-1] == str(elsewhere / ".venv" / "bin" / "python")
+
+
+def test_a_mirror_is_set_and_taken_back_as_printed(tmp_path: Path) -> None:
+    set_it, take_it_back = (line for line in shell_commands(section("Mirrors of PyPI in China")) if " config " in line)
+    home = {"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
+    output_of(shlex.split(set_it), home)
+    (file,) = tmp_path.rglob("pip.conf")
+    assert f"index-url = {set_it.split()[-1]}" in file.read_text()
+    output_of(shlex.split(take_it_back), home)
+    assert "index-url" not in file.read_text()
+
+
+def test_the_table_of_gpu_builds_is_the_one_of_requirements_gpu() -> None:
+    pinned = (ROOT / "requirements-gpu.txt").read_text()
+    (folder,) = re.findall(r"^--extra-index-url \S+/(cu\d+)/$", pinned, re.MULTILINE)
+    (version,) = re.findall(r"^paddlepaddle-gpu==(\S+)$", pinned, re.MULTILINE)
+    rows = dict(re.findall(r"^\| `(cu\d+)` \| ([\d.]+) ", section("GPU builds"), re.MULTILINE))
+    assert {name: f"cu{cuda.replace('.', '')}" for name, cuda in rows.items()} == {name: name for name in rows}
+    assert folder in rows
+    assert f"`paddlepaddle-gpu` {version} " in section("GPU builds")
+
+
+def test_paddle_sets_the_folders_of_its_own_libraries_and_says_what_it_was_built_for() -> None:
+    """Read, as no build for GPUs runs here: all builds have this file."""
+    found = importlib.util.find_spec("paddle")  # not imported: it changes the environment
+    source = Path(found.origin if found and found.origin else "").read_text()
+    on_linux = source[source.index("is_compiled_with_cuda():") : source.index("platform.system() == 'Windows'")]
+    of_pip = set(re.findall(r'\{"FLAGS_(\w+)_dir": \w+_lib_path\}', on_linux))
+    assert of_pip == {"cudnn", "nccl", "cublas", "curand", "cusolver", "cusparse", "cupti"}
+    for name in of_pip:
+        assert name in section("GPU builds").lower(), name
+    (archs,) = (line for line in shell_commands(section("GPU builds")) if "cuda_archs" in line)
+    assert output_of(shlex.split(archs)).splitlines()[-1] == "[]"
+
+
+def test_the_table_of_system_packages_has_each_that_is_asked_for() -> None:
+    table = section("What `apt-get install` is for")
+    listed = set(re.findall(r"`([^`]+)`", table))
+    needed = set(re.findall(r"^need (\S+) ", (ROOT / ".ci" / "run").read_text(), re.MULTILINE))
+    asking = [*(ROOT / "fleet_train").rglob("*.py"), *(ROOT / "tools").rglob("*"), *(ROOT / "tests").rglob("*.py")]
+    asking += [ROOT / "docs" / "start.md", ROOT / ".ci" / "debian13"]
+    for path in asking:
+        if path.suffix in (".py", ".sh", ".md", "") and path.is_file() and path != Path(__file__):
+            for words in re.findall(r"\bapt-get install ((?:[a-z][a-z0-9-]+ ?)+)", path.read_text()):
+                needed |= set(words.split())
+    assert {"libgomp1", "openssh-client", "iproute2", "debootstrap"} <= needed
+    assert needed - listed == set()

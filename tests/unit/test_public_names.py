@@ -14,7 +14,7 @@ from paddle.distributed import fleet as theirs
 import fleet_train
 from fleet_train.convert import fleet
 from fleet_train.convert.calls import ABSENT, UtilBase
-from fleet_train.errors import ConversionError
+from fleet_train.errors import GUIDE, ConversionError
 from tests.support.processes import ROOT, output_of, python
 
 # Statements as users write them: literal, so that moving a module cannot move its name out of the test.
@@ -138,6 +138,15 @@ def test_an_absent_name_says_why_or_what_to_use_and_a_mistyped_one_the_nearest()
         assert str(caught.value).startswith(f"fleet.{name} ")
     with pytest.raises(AttributeError, match="no attribute 'worker_nums'; did you mean 'worker_num'"):
         _ = fleet.worker_nums
+
+
+def test_names_of_other_frameworks_lead_to_the_page_about_them() -> None:
+    names = """init_process_group get_world_size DistributedSampler DistributedDataParallel convert_sync_batchnorm spawn
+        ReduceOp scale_loss convert_syncbn_model size broadcast_parameters DistributedOptimizer Compression allreduce"""
+    for name in names.split():
+        assert ABSENT[name].endswith(f" ({GUIDE})"), name
+    assert ABSENT["inference_model"] == "is fleet.save_inference_model"
+    assert not any(GUIDE in ABSENT[name] for name in OLD_FLEET if name in ABSENT)
 
 
 def test_helpers_of_util_have_paddles_arguments() -> None:

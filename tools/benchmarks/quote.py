@@ -1,4 +1,4 @@
-"""Write what the records of docs/benchmarks measured into strategies/measured.json, README.md and docs/strategies.md.
+"""Write what the records of docs/benchmarks measured into strategies/measured.json, READMEs and pages on strategies.
 
     python tools/bench.py quote           # after a new record, or a new mark on an old one
     python tools/bench.py quote --check   # only report what is out of date; exit code 1
@@ -33,7 +33,13 @@ from tools.benchmarks.labs import rows_of
 from tools.benchmarks.record import ROOT, Record, all_records, quotable, table
 from tools.benchmarks.report import Mean, ddp_of, score_of, told_target, turns_of
 
-PAGES = ("README.md", "README_cn.md", "docs/strategies.md")
+PAGES = {
+    "README.md": "docs/benchmarks/",
+    "README_cn.md": "docs/benchmarks/",
+    "docs/strategies.md": "benchmarks/",
+    "docs/zh/strategies.md": "../benchmarks/",
+}
+"""The pages with figures, and the way from each to the records."""
 NOT_YET = "not measured yet: no record of strategies or of recommend's trials in docs/benchmarks has it"
 _BLOCK = re.compile(r"(<!-- figures: (?P<settings>[^>]*?) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 _NETWORKS = {"unlimited": "none"}
@@ -180,9 +186,8 @@ def wanted(records: Sequence[Record]) -> Mapping[Path, str]:
         for name, each in profiles.items()
     }
     found = {ROOT / "strategies" / MEASURED: json.dumps(sections, indent=1, ensure_ascii=False) + "\n"}
-    for page in PAGES:
-        text = with_blocks((ROOT / page).read_text(), records)
-        found[ROOT / page] = text if page.startswith("docs/") else text.replace("](benchmarks/", "](docs/benchmarks/")
+    for page, way in PAGES.items():
+        found[ROOT / page] = with_blocks((ROOT / page).read_text(), records).replace("](benchmarks/", f"]({way}")
     return found
 
 

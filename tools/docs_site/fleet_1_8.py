@@ -17,7 +17,7 @@ from typing import Any
 import click
 import yaml
 
-from fleet_train.cli.launch import STOCK_FLAGS, command
+from fleet_train.cli.launch import INSTEAD, command
 from fleet_train.profile import Profile
 from fleet_train.profile.fleet_fields import STOCK_FIELDS
 from fleet_train.profile.knobs import shown
@@ -48,7 +48,9 @@ def fate_of(kind: str, row: dict[str, Any]) -> str:
     name = row["name"]
     if kind == "launch":
         known = {flag for option in command.params if isinstance(option, click.Option) for flag in option.opts}
-        return "carried out" if name in known else "refused" * bool(STOCK_FLAGS[name])
+        if name not in known and name not in INSTEAD:
+            raise KeyError(name)
+        return "carried out" if name in known else "refused"
     if name in FLAG_KNOBS:
         return FLAG_KNOBS[name].fate
     if kind == "environment":

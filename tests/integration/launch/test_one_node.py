@@ -146,3 +146,36 @@ def test_jobs_of_one_machine_without_a_port_do_not_meet(bench: Bench) -> None:
     assert all(abs(one - other) > 2 for one, other in itertools.combinations(ports, 2)), ports
     for job in ("a", "b", "c"):
         assert [each["world_size"] for each in read_results(bench.folder / job).values()] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (
+            "\nx = f\uff08\u2018a\u2018\uff09\n",
+            "{} has characters of web pages in its code: left single quotation mark",
+        ),
+        ("import paddle.fluid as fluid\n", "{} is written for Paddle 1.x or 2.x, which had paddle.fluid; python -m"),
+        (
+            "import os\nos.environ['LOCAL_RANK']\n",
+            "LOCAL_RANK is not set by this launcher: a rank's numbers are fleet.",
+        ),
+        ("try:\n    import paddle.fluid\nexcept ImportError:\n    raise OSError('no data') from None\n", ""),
+        ("try:\n    import paddle.fluid\nexcept ImportError:\n    print('works')\n", None),
+    ],
+)
+def test_the_last_words_about_a_script_that_was_found_on_the_web(bench: Bench, script: str, said: str | None) -> None:
+    bench.start(script, flags=_TWO)
+    (ended,) = bench.ended()
+    assert ended.exit_code == (1 if said is not None else 0), ended.output
+    last = ended.output.splitlines()[-1]
+    path = bench.folder / "script.py"
+    assert last.startswith(f"fleet_train: {said.format(path)}") if said else "fleet_train port" not in ended.output
+    assert not said or "LOCAL_RANK" in said or f"python -m fleet_train port {path} shows" in last
+
+
+def test_both_machines_say_what_port_would_mend(bench: Bench) -> None:
+    bench.start_two("x = 5 \u2013 3\n")
+    for ended in bench.ended():
+        assert ended.exit_code == 1
+        assert "in its code: en dash (U+2013) in line 1; python -m fleet_train port" in ended.output.splitlines()[-1]

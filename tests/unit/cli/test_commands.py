@@ -19,7 +19,7 @@ from click.testing import CliRunner
 
 from fleet_train.cli import COMMANDS, GONE, cli, launch, main, stacks, train
 from fleet_train.cluster.engines import CHOICES
-from fleet_train.errors import FleetTrainError
+from fleet_train.errors import GUIDE, ClusterError, FleetTrainError
 from fleet_train.profile import profile_names
 from fleet_train.train import reference
 from fleet_train.train.config import TrainConfig
@@ -86,6 +86,43 @@ def test_what_click_refuses_is_an_error_of_usage(
 def test_a_command_that_was_here_before_is_refused_with_what_to_use_instead(name: str, instead: str) -> None:
     result = CliRunner().invoke(cli, [name, "--data", "x"])
     assert (result.exit_code, f"No such command '{name}': {instead}." in result.output) == (2, True)
+
+
+@pytest.mark.parametrize(("flag", "instead"), launch.INSTEAD.items())
+def test_a_flag_of_another_launcher_is_refused_with_what_to_write(flag: str, instead: str) -> None:
+    own = {name for each in launch.command.params for name in each.opts}
+    typed = flag[:2] + flag[2:].replace("_", "-")
+    for words in ([flag, "4"], [f"{flag}=4"], [typed, "4"], ["--nproc_per_node", "2", "--strict", typed, "4"]):
+        result = CliRunner().invoke(cli, ["launch", *words, "train.py"])
+        assert result.exit_code == 2
+        assert re.search(f"No such option '({flag}|{typed})': {re.escape(instead)}\\.", " ".join(result.output.split()))
+    written = set(re.findall(r"(?<![\w-])--?[a-zA-Z]\w*(?:-\w+)*", re.sub(r"python -m .*|~.*", "", instead)))
+    assert written <= own, "the flags to write instead are this launcher's"
+    assert flag not in own
+
+
+def test_flags_of_other_launchers_name_the_page_about_other_frameworks() -> None:
+    torch, mpi = "--nnodes --node_rank --master_addr --rdzv_endpoint".split(), "-np -H -x --hostfile --min_np".split()
+    for flag in (*torch, *mpi):
+        assert launch.INSTEAD[flag].endswith(f" ({GUIDE})")
+    assert (ROOT / GUIDE).is_file()
+    assert not any(GUIDE in launch.INSTEAD[flag] for flag in ("--master", "--max_restart"))
+
+
+@pytest.mark.parametrize("words", ["{} --nnodes 2 -np 4 -x A --local_rank=0", "-- {} -np 4", "-m {} --node_rank 1"])
+def test_flags_behind_the_script_are_the_scripts(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    program = words.format("train" if "-m" in words.split() else "train.py")
+    result = CliRunner().invoke(cli, ["launch", "--verify_joint_batch", "--dry-run", *program.split()])
+    assert (result.exit_code, result.exception) == (0, None)
+    assert result.output.splitlines()[-1].endswith(f" -u {program.removeprefix('-- ')}")
+
+
+def test_a_list_of_hosts_is_no_address_of_this_machine() -> None:
+    result = CliRunner().invoke(cli, ["launch", "--host", "pc1,pc2", "train.py"])
+    assert isinstance(result.exception, ClusterError)
+    assert "--node_ip=pc1,pc2 (--host): it is this machine's own address; a list is --hosts" in str(result.exception)
 
 
 @pytest.mark.parametrize("flags", [["--needs", "20"], ["--only", "data"]])

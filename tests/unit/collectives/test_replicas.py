@@ -15,7 +15,7 @@ from fleet_train.cluster import Cluster
 from fleet_train.collectives import replica_check
 from fleet_train.collectives.engine import HostDevice
 from fleet_train.collectives.replica_check import FirstGradients, device_digests
-from fleet_train.convert import saving
+from fleet_train.convert import replicas
 from fleet_train.convert.program_state import OPTIMIZER, PARAMETER, PASS, ProgramState
 from fleet_train.errors import ScheduleMismatch
 
@@ -199,7 +199,7 @@ def test_before_a_save_what_the_ranks_must_hold_alike_is_compared(
     """The trained parameters, and ``others``. What rank 0 has ``copied`` for the save is not copied again."""
     told: list[Any] = []
     values = {name: np.full(2, number, "float32") for number, name in enumerate(KINDS)}
-    monkeypatch.setattr(saving, "borrowed", lambda variable: pytest.fail("copied again") if copied else variable)
+    monkeypatch.setattr(replicas, "borrowed", lambda variable: pytest.fail("copied again") if copied else variable)
     state = ProgramState.__new__(ProgramState)
     state.kinds, state.variables = KINDS, values
     schedule = SimpleNamespace(is_synchronous=lambda _: averager == "before them")
@@ -212,7 +212,7 @@ def test_before_a_save_what_the_ranks_must_hold_alike_is_compared(
         check=SimpleNamespace(is_asked_for=every > 0),
         compare_saved=lambda names, digests: told.append((names, digests)),
     )
-    saving.compare_replicas(state, exchange, with_optimizer, *([values] if copied else []))
+    replicas.compare_replicas(state, exchange, with_optimizer, *([values] if copied else []))
     names = ["w", "w_1", *(["w_moment1_0", "w_1_moment1_0", "w@average"] if others else [])]
     assert told == ([] if others is None else [(names, [zlib.crc32(values[name].data) for name in names])])
 

@@ -8,11 +8,16 @@ import pytest
 from click.testing import CliRunner, Result
 
 from fleet_train.cli import cli
-from fleet_train.errors import ConversionError, DataError
+from fleet_train.errors import GUIDE, ConversionError, DataError
 
 OLD = "import paddle.fluid as fluid\ny = fluid.layers.mean(x)\n"
 NEW = "import paddle\ny = paddle.mean(x)\n"
 MARKED = "import paddle\nmain.clone(for_test=testing)\n"
+PUBLISHED = "import paddle.fluid as fluid\ny = fluid.layers.cast\uff08x\uff0c \u2018int64\u2018\uff09\n"
+REPLACED = (
+    "Python's own characters for left single quotation mark (U+2018), fullwidth left parenthesis (U+FF08), fullwidth "
+    "right parenthesis (U+FF09), fullwidth comma (U+FF0C) in line 2"
+)
 
 
 def run(*arguments: str | Path) -> Result:
@@ -123,6 +128,44 @@ def test_folders_that_are_skipped_by_their_name_are_listed_and_ported_where_they
     assert (tmp_path / "dist/a.py").read_text() == (tmp_path / "dist/lib/b.py").read_text() == NEW
     assert (tmp_path / "lib/build/c.py").read_text() == OLD
     assert f"skipped {tmp_path}/lib/build (1 script(s))" in str(run(tmp_path / "lib").exception)
+
+
+def test_code_of_a_web_page_is_mended_and_ported_at_once(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PUBLISHED)
+    shown = run(script)
+    assert (shown.exit_code, script.read_text()) == (0, PUBLISHED)
+    assert "+y = paddle.cast(x, 'int64')" in shown.stdout.splitlines()
+    assert f"{script}: {REPLACED}" in shown.stderr.splitlines()
+    before = run("--check", script)
+    assert (before.exit_code, before.stdout) == (1, f"would change {script}\n")
+    assert f"{script}: {REPLACED}" in run("--write", script).stderr.splitlines()
+    assert script.read_text() == "import paddle\ny = paddle.cast(x, 'int64')\n"
+    after = run("--check", script)
+    assert (after.exit_code, after.stdout, after.stderr.splitlines()) == (0, "", ["1 script(s), 0 would change"])
+
+
+def test_scripts_for_another_framework_are_refused_where_none_is_for_paddle(folder: Path) -> None:
+    (folder / "ddp.py").write_text("import os\nimport torch\n")
+    for flags in ([], ["--write"], ["--check"]):
+        alone = run(*flags, folder / "ddp.py")
+        assert isinstance(alone.exception, ConversionError)
+        assert str(alone.exception).startswith(f"{folder}/ddp.py: a PyTorch script; port translates none: it rewrites")
+        assert GUIDE in str(alone.exception)
+    (folder / "models" / "hvd.py").write_text("import horovod.tensorflow as hvd\n")
+    skipped = [f"skipped {folder}/ddp.py: a PyTorch script", f"skipped {folder}/models/hvd.py: a TensorFlow script"]
+    among_others = run("--write", folder)
+    assert among_others.exit_code == 0
+    assert [line for line in among_others.stderr.splitlines() if line.endswith(" script")] == skipped
+    assert (folder / "train.py").read_text() == NEW
+    assert (folder / "ddp.py").read_text() == "import os\nimport torch\n"
+    assert run("--check", folder).exit_code == 0, "helpers for another framework do not fail a check for ever"
+    for name in ("train.py", "models/net.py"):
+        (folder / name).write_text("import os\n")
+    nothing = run(folder)
+    assert [line for line in nothing.stderr.splitlines() if line.endswith(" script")] == skipped
+    assert isinstance(nothing.exception, ConversionError)
+    assert run(folder / "train.py").exit_code == 0, "a script without any framework is not refused"
 
 
 def test_write_and_check_exclude_each_other(folder: Path) -> None:
