@@ -122,7 +122,8 @@ def apply_environment(profile: Profile) -> list[str]:
         if name.startswith("FLAGS_") and (name in missing or (name not in kept and process.has_set(name)))
     }
     late = sorted(missing.keys() - flags.keys())
-    set_noted(os.environ, {name: missing[name] for name in late})
+    if late:
+        set_noted(os.environ, {name: missing[name] for name in late})
     if flags:
         process.set_flags(flags)
     notices = []
