@@ -53,6 +53,7 @@ check: $(DEV_STAMP) ## Format, lint, strict types, profile schema, direction of 
 	$(BIN)/python -m fleet_train.profile.export --check
 	$(BIN)/python -m pytest -q tests/unit/test_layers.py
 	$(BIN)/python -m tools.docs_site.layout --check
+	$(BIN)/python -m tools.docs_site.fleet_1_8 --check
 
 format: $(DEV_STAMP) ## Rewrite the sources as `make check` wants them
 	$(BIN)/ruff format $(SOURCES)

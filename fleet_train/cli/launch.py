@@ -74,6 +74,8 @@ _STOCK_FLAGS = {
     "--max_restart": "it is --max_restarts here, and the default is 0",
     "--elastic_level": "use --max_restarts=N, and --min_nodes=M to continue without a lost node",
     "--elastic_timeout": "use --rejoin_timeout=SECONDS",
+    "--print_config": "the launcher's first line says what it starts, and --dry-run all that it sets",
+    "--log_level": "each message comes once, from rank 0; --verbose also shows Paddle's start-up messages",
 }
 _OTHER_LAUNCHERS = {
     "--nnodes --node_rank --master_addr --master_port --rdzv_endpoint --rdzv_backend --rdzv_conf": (

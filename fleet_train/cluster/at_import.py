@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fleet_train.cluster.started import Started
 
 ADVICE = "FLEET_TRAIN_ADVICE"
-"""A JSON object of the variables that were set by default, with their values."""
+"""A JSON object of the variables that were set by default or for a profile, with their values."""
 _LAUNCHER = "distributed"
 _MISLEADING = ("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ENDPOINTS", "PADDLE_CURRENT_ENDPOINT")
 
@@ -140,14 +140,18 @@ def advise_this_process(environ: MutableMapping[str, str] = os.environ, loaded: 
 
 def advise(environ: MutableMapping[str, str], advice: Mapping[str, str]) -> None:
     """Set those of ``advice`` that are not set, and note that they are ours: a profile may replace them."""
-    fresh = {name: value for name, value in advice.items() if name not in environ}
-    environ.update(fresh)
-    environ[ADVICE] = json.dumps({**_noted(environ), **fresh})
+    set_noted(environ, {name: value for name, value in advice.items() if name not in environ})
+
+
+def set_noted(environ: MutableMapping[str, str], values: Mapping[str, str]) -> None:
+    """Set variables, and note that they are ours: a profile that is used later may replace them."""
+    environ.update(values)
+    environ[ADVICE] = json.dumps({**_noted(environ), **values})
 
 
 def advised(environ: Mapping[str, str]) -> frozenset[str]:
-    """The variables whose value is our advice, by the launcher or in this process, and neither the user's nor the
-    script's."""
+    """The variables whose value is ours, by the launcher or in this process, from advice or from a profile, and neither
+    the user's nor the script's."""
     return frozenset(name for name, value in _noted(environ).items() if environ.get(name) == value)
 
 

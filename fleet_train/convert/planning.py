@@ -14,7 +14,7 @@ from typing import Any
 
 import paddle
 
-from fleet_train.cluster.at_import import advised
+from fleet_train.cluster.at_import import advised, set_noted
 from fleet_train.cluster.environment import asked_settings, asked_strategy
 from fleet_train.cluster.store.client import Variants
 from fleet_train.collectives.averaging import HeldValues
@@ -108,17 +108,22 @@ def apply_environment(profile: Profile) -> list[str]:
     """Set what can still be set; returns notes to the user.
 
     Paddle's flags take effect at run time; other variables are read at process start, which has passed. A variable that
-    the user or the script has set in the environment is left unchanged; what the launcher has set by default gives way.
-    Raises ProfileError for unknown ``FLAGS_*``.
+    the user or the script has set in the environment is left unchanged; what the launcher has set by default or for a
+    profile of its own, and what an earlier call has set, gives way. Raises ProfileError for unknown ``FLAGS_*``.
     """
     check_flags(profile, paddle.base.core.globals().keys())
     wanted, ours = profile.worker_environment(), advised(os.environ)
     differing = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
     kept = sorted(name for name in differing if name in os.environ and name not in ours)
     missing = {name: value for name, value in differing.items() if name not in kept}
-    flags = {name: _typed(name, value) for name, value in missing.items() if name.startswith("FLAGS_")}
+    flags = {
+        name: _typed(name, value)
+        for name, value in wanted.items()
+        if name.startswith("FLAGS_") and (name in missing or (name not in kept and process.has_set(name)))
+    }
     late = sorted(missing.keys() - flags.keys())
-    os.environ.update({name: missing[name] for name in late})
+    if late:
+        set_noted(os.environ, {name: missing[name] for name in late})
     if flags:
         process.set_flags(flags)
     notices = []

@@ -321,6 +321,11 @@ def set_flags(flags: Mapping[str, Any]) -> None:
     paddle.set_flags(dict(flags))
 
 
+def has_set(flag: str) -> bool:
+    """Whether ``set_flags`` has changed this flag."""
+    return flag in _flags
+
+
 def before_each_run(hook: Hook, is_last: bool = False) -> None:
     """Call ``hook(program, feed, fetch_list)`` from now on before a static program runs in this process, with the
     arguments of ``Executor.run``; it returns the feed and the fetch list to use. ``is_last``: after all others."""

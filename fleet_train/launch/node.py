@@ -393,8 +393,9 @@ def build_environment(
     users = {name: value for name, value in environ.items() if name not in of_others}
     kept = tuple(name for name, value in profile.items() if name in users and users[name] != str(value))
     advice = {name: value for name, value in _advice(node, machine).items() if name not in users.keys() | profile}
-    ours = {name: str(value) for name, value in profile.items() if name not in users}
-    advise(ours, advice)
+    ours: dict[str, str] = {}
+    # The script may use another profile, as the function that spawn calls does: then this one's variables give way.
+    advise(ours, advice | {name: str(value) for name, value in profile.items() if name not in users})
     ours |= {"FLEET_TRAIN_STORE": node.store_endpoint, "FLEET_TRAIN_JOIN_TIMEOUT": f"{request.join_timeout_seconds:g}"}
     if request.strict or is_strict(environ):
         ours["FLEET_TRAIN_STRICT"] = "1"

@@ -137,7 +137,7 @@ class Rewriter(Transformer):
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
         meaning = self.meaning_of(original_node.func)
         rule = self.rule_of(original_node.func)
-        updated_node = special.with_pir(self, original_node, updated_node)
+        updated_node = special.with_flags(self, original_node, updated_node)
         if meaning is not None and meaning.name == "fleet_train.fleet.place":
             special.mark_early_place(self, original_node)
         if meaning is not None:
@@ -208,16 +208,16 @@ class Rewriter(Transformer):
         training.mark_settings(self, original_node)
         for target in targets:
             self._mark_build_field(target)
-        # os.environ["FLAGS_enable_pir_api"] = "0"
-        if any(isinstance(target, cst.Subscript) and special.is_pir_flag(index(target)) for target in targets):
-            return updated_node.with_changes(value=special.switched_on(self, original_node, updated_node.value))
+            # os.environ["FLAGS_enable_pir_api"] = "0"
+            if isinstance(target, cst.Subscript):
+                changed = special.flag_set(self, original_node, index(target), updated_node.value)
+                updated_node = updated_node.with_changes(value=changed)
         return updated_node
 
     def leave_DictElement(self, original_node: cst.DictElement, updated_node: cst.DictElement) -> cst.DictElement:
         """Rewrite ``paddle.set_flags({"FLAGS_enable_pir_api": 0})``."""
-        if not special.is_pir_flag(source(original_node.key)):
-            return updated_node
-        return updated_node.with_changes(value=special.switched_on(self, original_node, updated_node.value))
+        changed = special.flag_set(self, original_node, source(original_node.key), updated_node.value)
+        return updated_node.with_changes(value=changed)
 
     def _mark_build_field(self, target: cst.BaseExpression) -> None:
         """Mark a field that a BuildStrategy of today does not have; ours, in fleet scripts, knows the old ones."""

@@ -320,8 +320,10 @@ def _value(node: cst.BaseExpression) -> cst.BaseExpression:
     return node
 
 
-# Without PIR nothing of this package works: what switched it off switches it on.
+# Paddle's flags. Without PIR nothing of this package works: what switched it off switches it on. What was set for speed
+# and makes steps slower today is marked.
 _FLAG = "FLAGS_enable_pir_api"
+_SYNC = "FLAGS_sync_nccl_allreduce"
 _ON = {
     "0": "1",
     "False": "True",
@@ -329,32 +331,31 @@ _ON = {
 }
 
 
-def is_pir_flag(text: str) -> bool:
-    """Whether this source text is the flag's name."""
-    return text in (f'"{_FLAG}"', f"'{_FLAG}'")
-
-
-def with_pir(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.Call:
+def with_flags(script: Transformer, original: cst.Call, updated: cst.Call) -> cst.Call:
     """Rewrite ``os.environ.setdefault("FLAGS_enable_pir_api", "0")``,
     ``os.environ.update(FLAGS_enable_pir_api="0")``."""
     sets = (
         len(original.args) == 2
         and isinstance(original.func, cst.Attribute)
         and original.func.attr.value in ("setdefault", "putenv")
-        and is_pir_flag(source(original.args[0].value))
     )
+    flag = source(original.args[0].value) if sets else ""
     arguments = [
-        new.with_changes(value=switched_on(script, original, new.value))
-        if (sets and position == 1) or keyword_of(old) == _FLAG
+        new.with_changes(value=flag_set(script, original, flag if sets else keyword_of(old) or "", new.value))
+        if position == 1 or not sets
         else new
         for position, (old, new) in enumerate(zip(original.args, updated.args, strict=True))
     ]
     return updated.with_changes(args=arguments)
 
 
-def switched_on(script: Transformer, node: cst.CSTNode, value: cst.BaseExpression) -> cst.BaseExpression:
-    """The value that the flag gets instead of this one."""
-    text = source(value)
+def flag_set(script: Transformer, node: cst.CSTNode, flag: str, value: cst.BaseExpression) -> cst.BaseExpression:
+    """The value that a flag gets instead of this one; ``flag``: source text of its name, or of something else."""
+    text, name = source(value), flag.strip("'\"")
+    if name == _SYNC and text.strip("'\"").lower() not in ("0", "false"):
+        script.mark(node, f"{_SYNC}={text}", "delete it: steps are slower with it today, as nothing overlaps")
+    if name != _FLAG:
+        return value
     if text in _ON:
         return cst.parse_expression(_ON[text])
     if text not in _ON.values() and text.strip("'\"").lower() != "true":

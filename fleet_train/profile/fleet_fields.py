@@ -165,13 +165,14 @@ _OLD_EXECUTOR = {
     "enable_sequential_execution": "operators run as their data allows; num_threads: 1 runs them one by one",
     "remove_unnecessary_lock": "the current executor has no such lock",
     "enable_backward_optimizer_op_deps": "updates wait for their own bucket of gradients",
-    "enable_inplace": "PIR's own in-place pass decides, and is on by default",
+    "enable_inplace": "PIR's own in-place pass is switched off, because it can spoil gradients",
     "memory_optimize": "the executor frees a variable after its last reader",
     "cache_runtime_context": "the executor prepares its instructions once per program",
     "fuse_broadcast_ops": "the start state is broadcast once, by fleet itself",
 }
 _ON_BY_DEFAULT = ("fuse_bn_add_act_ops", "enable_backward_optimizer_op_deps")
-_EITHER_WAY = ("enable_inplace", "memory_optimize", "fuse_broadcast_ops")  # their default has changed over time
+# Their default has changed over time.
+_EITHER_WAY = ("enable_inplace", "memory_optimize", "fuse_broadcast_ops", "remove_unnecessary_lock")
 
 _REFUSED = {
     "amp": _ON_OR_OFF,
@@ -245,6 +246,7 @@ _REFUSED = {
     "build_strategy.debug_graphviz_path": "PIR programs have no such graph; print(program) shows the operators",
     "build_strategy.allow_cuda_graph_capture": "host operators cannot be captured in a CUDA graph; leave it off",
     "build_strategy.num_trainers": "follows from the cluster; remove it",
+    "build_strategy.is_distribution": "follows from the cluster; remove it",
     "build_strategy.trainer_id": "follows from the cluster; remove it",
     "build_strategy.trainers_endpoints": "follows from the cluster; remove it",
     "build_strategy.async_mode": _PARAMETER_SERVER,
@@ -272,7 +274,8 @@ _MAPPED = {
     "build_strategy.reduce_strategy": ("gradients are reduced by allreduce, with the same results", (1,)),
     "exec_strategy.allow_op_delay": ("the current executor has no such delay; results stay the same", (True,)),
     "exec_strategy.use_thread_barrier": ("the current executor has no such barrier; results stay the same", (True,)),
-    "exec_strategy.use_experimental_executor": ("the current executor is the only one", (True,)),
+    "exec_strategy.use_experimental_executor": ("the current executor is the only one", (True, False)),
+    "exec_strategy.use_cuda": ("a rank computes on fleet.place(), which the launcher chooses", (True, False)),
 }
 
 _SILENT: dict[str, tuple[Any, ...]] = {

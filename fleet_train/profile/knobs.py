@@ -106,8 +106,9 @@ class Knob:
     ``fate`` is what happens to a value that differs from ``default``; ``reason`` says how it is carried out, what it is
     mapped to, or why it is refused and what to use instead. ``needs`` names the boolean knob without which this one has
     no effect, ``only_with`` the values of a knob with choices. ``becomes`` names the knob that an old ``FLAGS_*``
-    spelling is read as. ``words``: texts that it takes as well as numbers. ``entries``: the kind of a list's entries.
-    ``refused``: (value, reason) of what others allow here and this does not.
+    spelling is read as, ``today`` says what is different from what it was. ``words``: texts that it takes as well as
+    numbers. ``entries``: the kind of a list's entries. ``refused``: (value, reason) of what others allow here and this
+    does not.
     """
 
     name: str
@@ -122,6 +123,7 @@ class Knob:
     above: float | None = None
     needs: str = ""
     becomes: str = ""
+    today: str = ""
     choices: tuple[str, ...] = ()
     only_with: OnlyWith | None = None
     refused: tuple[tuple[Any, str], ...] = ()

@@ -71,7 +71,8 @@ def checked_layer(source: Source, parent: Layer) -> Layer:
     """What was read, over ``parent``. Raises ProfileError with one line per problem."""
     own, came_from, problems = fold_flags(source.settings)
     problems = source.problems + problems
-    origins = {name: source.place(came_from.get(name, name)) for name in own}
+    flags = {name: f", {key.rpartition('.')[2]}" for name, key in came_from.items()}
+    origins = {name: source.place(came_from.get(name, name)) + flags.get(name, "") for name in own}
     origins |= {key: source.place(key) for key in source.lines if key.startswith("environment.")}
     layer = parent.under(Layer(own, origins))
     unread = {problem.key for problem in problems}

@@ -13,10 +13,10 @@ from pydantic import PrivateAttr
 from fleet_train.errors import ProfileError
 from fleet_train.profile.fleet_objects import fold_flags, read_flag
 from fleet_train.profile.knobs import AUTO, Problem, hidden, shown
-from fleet_train.profile.rules import problems_in, suggestion
+from fleet_train.profile.rules import MEMORY_FRACTION, problems_in, suggestion, variable_problem
 from fleet_train.profile.schema import DESCRIPTIVE, FLAG_KNOBS, KNOBS, Settings
 
-BY_CALLER = "set by the caller"
+BY_CALLER, BY_ENVIRONMENT = "set by the caller", "the environment"
 
 
 class Profile(Settings):
@@ -107,8 +107,8 @@ class Profile(Settings):
 
     def overridden_by(self, environ: Mapping[str, str]) -> tuple[Profile, list[str]]:
         """Apply the three old communication flags of a process environment if the profile does not set their knob.
-        Returns the profile and one sentence per flag found, to be printed once. Raises ProfileError for a value that
-        the knob does not allow.
+        Returns the profile and one sentence per flag found, to be printed once, with what the flag means today. Raises
+        ProfileError for a value that the knob does not allow, and for a part of a GPU's memory that is none.
         """
         wanted: dict[str, Any] = {}
         notices: list[str] = []
@@ -121,14 +121,36 @@ class Profile(Settings):
                 problems.append(Problem(flag.name, f"{problem} (from the environment; unset it there)"))
                 continue
             blocked = self._why_not_used(flag.becomes, value)
-            notices.append(
-                f"{flag.name}={environ[flag.name]} " + (blocked or f"is used as {flag.becomes}: {shown(value)}")
-            )
+            used = f"is used as {flag.becomes}: {shown(value)}" + (f": {flag.today}" if value is not False else "")
+            notices.append(f"{flag.name}={environ[flag.name]} {blocked or used}")
             if not blocked:
                 wanted[flag.becomes] = value
+        if MEMORY_FRACTION in environ and (wrong := variable_problem(MEMORY_FRACTION, environ[MEMORY_FRACTION])):
+            problems.append(Problem(MEMORY_FRACTION, f"{wrong.message} (from the environment; unset it there)"))
         if problems:
             raise ProfileError("\n".join(str(problem) for problem in problems))
-        return self.with_settings("the environment", **wanted) if wanted else self, notices
+        notices += self._about_memory(environ)
+        return self.with_settings(BY_ENVIRONMENT, **wanted) if wanted else self, notices
+
+    def _about_memory(self, environ: Mapping[str, str]) -> list[str]:
+        """What Paddle's allocator makes of a part of a GPU's memory, where one is set: a sentence, or nothing."""
+        variables = {**self.environment, **environ}
+        if MEMORY_FRACTION not in variables:
+            return []
+        is_own = self.environment.get(MEMORY_FRACTION) == variables[MEMORY_FRACTION]
+        where = self.origin(f"environment.{MEMORY_FRACTION}") if is_own else BY_ENVIRONMENT
+        if variables.get("FLAGS_allocator_strategy", "auto_growth") == "auto_growth":
+            return [
+                f"{MEMORY_FRACTION} ({where}) has no effect: Paddle's allocator auto_growth, the default, takes GPU "
+                "memory when it is needed and keeps it; leave it out. FLAGS_gpu_memory_limit_mb bounds a rank, "
+                "FLAGS_allocator_strategy: naive_best_fit takes the part at the start"
+            ]
+        if float(variables[MEMORY_FRACTION]) == 0:
+            return [
+                f"{MEMORY_FRACTION} ({where}) is 0: nothing is taken at the start, and each tensor waits for a "
+                "cudaMalloc of its own, which is slow; use auto_growth, or a part above 0"
+            ]
+        return []
 
     def _why_not_used(self, knob: str, value: Any) -> str:
         """Why a knob is not taken from the environment, or nothing."""
@@ -166,10 +188,17 @@ def applied_mappings(profile: Profile, node_num: int | None = None) -> list[str]
         for name in Profile.model_fields
         if name in profile.explicit and KNOBS[name].fate == "mapped"
     ]
+    sentences += [
+        f"{flag.becomes}: {shown(value)} ({origin}): {flag.today}"
+        for flag in FLAG_KNOBS.values()
+        if (value := getattr(profile, flag.becomes)) is not False
+        and (origin := profile.origin(flag.becomes)) != BY_ENVIRONMENT
+        and (value is True or flag.name in origin)
+    ]
     if node_num == 1 and profile.nccl_comm_num not in (1, AUTO):
         sentences.append(
             f"nccl_comm_num: {profile.nccl_comm_num} ({profile.origin('nccl_comm_num')}) is carried out on this one "
-            "node; Fleet 1.8 silently used 1 there."
+            "node; Fleet 1.8 used 1 there."
         )
     if profile.use_local_sgd and profile.local_sgd_steps == 1 and _averages_every_step(profile):
         sentences.append(

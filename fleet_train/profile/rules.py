@@ -17,6 +17,7 @@ from fleet_train.profile.schema import FLAG_KNOBS, KNOBS, Settings
 OWNED_BY_LAUNCHER = re.compile(r"(PADDLE|FLEET_TRAIN|POD|TRAINER)_.*|TRAINER_PORTS_NUM|FLAGS_START_PORT")
 CHOOSES_DEVICES = re.compile(r"(CUDA|HIP|XPU|ASCEND_RT|CUSTOM)_VISIBLE_DEVICES|FLAGS_selected_\w+")
 VARIABLE_NAME = re.compile(r"FLAGS_\w+|[A-Z][A-Z0-9_]*")
+MEMORY_FRACTION = "FLAGS_fraction_of_gpu_memory_to_use"
 _KINDS: dict[type, str] = {bool: "a boolean", int: "a whole number", float: "a number with decimals", str: "text"}
 TRUE_WORDS, FALSE_WORDS = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
 
@@ -66,7 +67,7 @@ def value_problems(settings: Mapping[str, Any]) -> list[Problem]:
             continue
         if name == "environment":
             texts = [item for item in value.items() if isinstance(item[0], str) and isinstance(item[1], str)]
-            problems += [problem for item in texts if (problem := _variable_problem(*item))]
+            problems += [problem for item in texts if (problem := variable_problem(*item))]
         elif (
             KNOBS[name].fate == "refused" and value != KNOBS[name].default and not _switched_off(KNOBS[name], settings)
         ):
@@ -287,7 +288,7 @@ def _in_our_words(details: Any) -> Problem:
     return Problem(name, f"given {shown(given) if in_range_kind else describe(given)}; allowed: {row.allowed}{hint}")
 
 
-def _variable_problem(name: str, value: str) -> Problem | None:
+def variable_problem(name: str, value: str) -> Problem | None:
     """Why a line of the environment section is refused. Values are not shown: they may be secrets."""
     key = f"environment.{name}"
     if name in FLAG_KNOBS:
@@ -306,6 +307,15 @@ def _variable_problem(name: str, value: str) -> Problem | None:
         )
     if name == "FLAGS_enable_pir_api" and value.strip().lower() not in TRUE_WORDS:
         return Problem(key, "the old IR has no host operators, which carry the communication; remove it")
+    if name == MEMORY_FRACTION and not _is_fraction(value):
+        return Problem(key, "given an invalid text; allowed: a number, 0 to 1, the part of a GPU's free memory")
     if "\0" in value or "\n" in value:
         return Problem(key, "the value has a line break or a NUL character; allowed: one line of text")
     return None
+
+
+def _is_fraction(text: str) -> bool:
+    try:
+        return 0 <= float(text) <= 1
+    except ValueError:
+        return False

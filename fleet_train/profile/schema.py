@@ -232,15 +232,17 @@ DESCRIPTIVE = frozenset({"name", "description", "measured"})
 """Fields that change nothing in training: not in the digest, not counted as knobs that were set."""
 
 
-def _flag(name: str, becomes: str, meaning: str) -> Knob:
+def _flag(name: str, becomes: str, meaning: str, today: str) -> Knob:
     target = KNOBS[becomes]
     return replace(
         target,
         name=name,
         fate="mapped",
         meaning=meaning,
-        reason=f"Read as {becomes}, from a profile or from the process environment; the profile's own knob wins.",
+        reason=f"Read as {becomes}, from a profile or from the process environment; the profile's own knob wins. "
+        f"Rank 0 says: {today}.",
         becomes=becomes,
+        today=today,
         words=(),
     )
 
@@ -249,13 +251,25 @@ KNOBS: dict[str, Knob] = {name: knob_of(name, field) for name, field in Settings
 FLAG_KNOBS: dict[str, Knob] = {
     flag.name: flag
     for flag in (
-        _flag("FLAGS_fuse_parameter_memory_size", "fuse_grad_size_in_MB", "Paddle 1.8's flag: MB in one allreduce."),
+        _flag(
+            "FLAGS_fuse_parameter_memory_size",
+            "fuse_grad_size_in_MB",
+            "Paddle 1.8's flag: MB in one allreduce.",
+            "without it the best size for the link is chosen; leave it out, unless you have measured",
+        ),
         _flag(
             "FLAGS_fuse_parameter_groups_size",
             "fuse_parameter_groups_size",
-            "Paddle 1.8's flag: gradients in one allreduce.",
+            "Paddle 1.8's flag: layers in one allreduce.",
+            "it counts gradients today, 1.8 counted layers; the size of a bucket is a limit, too",
         ),
-        _flag("FLAGS_sync_nccl_allreduce", "sync_nccl_allreduce", "Paddle 1.8's flag: wait for each allreduce."),
+        _flag(
+            "FLAGS_sync_nccl_allreduce",
+            "sync_nccl_allreduce",
+            "Paddle 1.8's flag: wait for each allreduce.",
+            "each bucket is waited for, and nothing overlaps: slower today, though the advice in 1.8 was to set it; "
+            "leave it out",
+        ),
     )
 }
 KNOBS.update(FLAG_KNOBS)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fleet_train.cluster.at_import import advise_this_process, advised
+from fleet_train.cluster.at_import import advise, advise_this_process, advised
 from fleet_train.cluster.engines import ENGINE, STARTER
 from fleet_train.cluster.store.access import JOB_ID, SECRET, SECRET_FILE
 from fleet_train.launch.node import SCRUBBED, refuse_ours
@@ -46,8 +46,7 @@ def become_rank(
     refuse_ours(profile_environment)
     for name in SCRUBBED | _OF_TORCHRUN | advised(environ) | {SECRET_FILE}:
         environ.pop(name, None)
-    for name, value in profile_environment.items():
-        environ.setdefault(name, str(value))
+    advise(environ, {name: str(value) for name, value in profile_environment.items()})
     (master, port), (address, _) = places[0], places[rank]
     local = [index for index, (other, _) in enumerate(places) if other == address]
     variables = {

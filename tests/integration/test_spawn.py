@@ -17,6 +17,7 @@ import pytest
 
 from fleet_train import spawn
 from fleet_train.errors import RankFailed
+from fleet_train.profile import Profile
 from tests.support.processes import Job, clean_environ, python, write_script
 
 STEPS, SAMPLES_PER_RANK = 12, 6
@@ -90,6 +91,24 @@ def test_two_ranks_train_as_one_process_with_the_joint_batch() -> None:
     assert relative_difference({name: alone[name] for name in weights}, weights) > 1e-3, "nothing was trained"
     assert relative_difference(two[0][1], alone) < RELATIVE_TOLERANCE
     assert [result[3] for result in two] == ["unfused", "unfused"]
+
+
+def set_by_its_own_strategy() -> tuple[bool, str]:
+    import paddle
+
+    from fleet_train import DistributedStrategy
+
+    fleet = join()
+    own = DistributedStrategy(num_threads=2, environment={"NCCL_DEBUG": "WARN"})
+    fleet.distributed_optimizer(paddle.optimizer.SGD(0.1), own)
+    name = "FLAGS_new_executor_serial_run"
+    return paddle.get_flags(name)[name], os.environ["NCCL_DEBUG"]
+
+
+def test_variables_of_spawns_strategy_give_way_to_those_of_the_functions_own() -> None:
+    assert spawn(set_by_its_own_strategy, nprocs=1, strategy=Profile(environment={"NCCL_DEBUG": "INFO"})) == [
+        (False, "WARN")
+    ]
 
 
 def raises(step: int) -> None:

@@ -198,7 +198,7 @@ LOOKS: dict[str, Callable[[Ran], Any]] = {
     "batch_norm_dtype": lambda ran: ran.facts["dtypes"]["batch_norm_"],
     "serial_flags": lambda ran: [ran.facts["flags"][name] for name in FLAGS[:2]],
     "memory_fraction_flag": lambda ran: round(float(ran.facts["flags"][FLAGS[2]]), 4),
-    "variable": lambda ran: ran.facts["environ"].get("NCCL_DEBUG"),
+    "variables": lambda ran: [ran.facts["environ"].get(name) for name in ("NCCL_DEBUG", "NCCL_SOCKET_IFNAME")],
 }
 
 

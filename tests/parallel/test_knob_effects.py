@@ -1,8 +1,9 @@
 """No silent knob: every knob changes what real ranks send, compute, wait for, fetch, write or print.
 
 Each case gives a knob's value, the settings beside it, and what is seen of it, which is not what the default shows; how
-that is seen is in ``knob_effects.py``. The numbers are small enough to be worked out by hand; parameters have 2048, 32,
-256 and 8 elements (w0 .. w3) of float32.
+that is seen is in ``knob_effects.py``. Cases of two ranks are started by ``launch`` as well: what it sets by itself
+overrules nothing that a script asks for. The numbers are small enough to be worked out by hand; parameters have 2048,
+32, 256 and 8 elements (w0 .. w3) of float32.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import pytest
 from fleet_train.profile import KNOBS
 from fleet_train.profile.schema import DESCRIPTIVE, FLAG_KNOBS
 from tests.support.processes import ROOT
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_launched, run_ranks
 
 Seen = list[dict[str, Any]]
 
@@ -91,6 +92,7 @@ _CHOSEN = (
     "nccl_comm_num: {}, fuse_grad_size_in_MB: {}, last_comm_group_size_MB: {}: chosen for {} (link_gigabits and "
     "link_latency_ms given) and 2 MB of gradients, which makes {}; numbers in the profile override this"
 )
+_SLOWER = FLAG_KNOBS["FLAGS_sync_nccl_allreduce"].today
 _LARGE = {f"v{number}": [512, 256] for number in range(4)}
 """Four parameters of 512 KiB: enough to cut into buckets in more than one way."""
 _GROUPED = {"use_hierarchical_allreduce": True}
@@ -135,7 +137,16 @@ _ALL = [
     # Communicators and their threads.
     case("nccl_comm_num", "auto", _ALONE, threads="aaaa", groups="aaaa", beside_computing=True),
     case("nccl_comm_num", 4, _ALONE, threads="abcd", groups="abcd", beside_computing=True),
-    case("sync_nccl_allreduce", True, _PAIRS, holds=0.3, steps=1, launches_wait=[True, True], planned=[1, True]),
+    case(
+        "sync_nccl_allreduce",
+        True,
+        _PAIRS,
+        holds=0.3,
+        steps=1,
+        launches_wait=[True, True],
+        planned=[1, True],
+        said=f"sync_nccl_allreduce: true (set by the caller): {_SLOWER}",
+    ),
     case("sync_nccl_allreduce", False, _PAIRS, holds=20.0, steps=1, launches_wait=[False, False]),
     case("overlap_next_step", True, holds=1.0, holds_runs=True, steps=2, runs_end_first=True),
     case(
@@ -145,7 +156,7 @@ _ALL = [
         holds=0.3,
         steps=1,
         launches_wait=[True, True],
-        said="FLAGS_sync_nccl_allreduce=1 is used as sync_nccl_allreduce: true",
+        said=f"FLAGS_sync_nccl_allreduce=1 is used as sync_nccl_allreduce: true: {_SLOWER}",
     ),
     # Where the collectives of NCCL run: the second half of what own sends is its comparison.
     case("collective_stream", "calc", _PAIRS, run="on_streams", beside_computing=False, sent=[_IN_PAIRS] * 2),
@@ -228,7 +239,10 @@ _ALL = [
         said="num_iteration_per_drop_scope: 5 (set by the caller) is mapped",
     ),
     case("environment", {"FLAGS_fraction_of_gpu_memory_to_use": "0.5"}, memory_fraction_flag=0.5),
-    case("environment", {"NCCL_DEBUG": "INFO"}, variable="INFO"),
+    case("environment", {"NCCL_DEBUG": "INFO"}, variables=["INFO", "=lo"]),
+    # What the launcher sets by itself.
+    case("environment", {"NCCL_SOCKET_IFNAME": "eth9"}, variables=[None, "eth9"]),
+    case("environment", {"FLAGS_new_executor_serial_run": "0"}, serial_flags=[False, True]),
     # LocalSGD.
     case(
         "use_local_sgd",
@@ -418,26 +432,37 @@ CASES = {one.name: one for one in _ALL}
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Seen]:
-    """What each rank has seen of a case: all cases of two ranks are in one launch, all of four in another."""
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Seen]:
+    """What each rank has seen of a case: all cases of two ranks are in one job, all of four in another; the former are
+    also started by the launcher."""
 
     @cache
-    def launch(ranks: int) -> list[dict[str, Any]]:
+    def started(ranks: int, is_launched: bool) -> list[dict[str, Any]]:
         asked = [one.asked() for one in CASES.values() if one.ranks == ranks]
         script, folder = ROOT / "tests/parallel/knob_effects.py", tmp_path_factory.mktemp(f"ranks{ranks}")
-        result = run_ranks(script, ranks, folder=folder, nodes=2, args=[json.dumps(asked)], timeout_seconds=200)
-        return result.of_all("seen")
+        how: dict[str, Any] = {"folder": folder, "args": [json.dumps(asked)], "timeout_seconds": 200}
+        if is_launched:
+            return run_launched(script, ranks, **how).of_all("seen")
+        return run_ranks(script, ranks, nodes=2, **how).of_all("seen")
 
-    return lambda name: [rank[name] for rank in launch(CASES[name].ranks)]
+    return lambda name, is_launched: [rank[name] for rank in started(CASES[name].ranks, is_launched)]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if one.ranks > 2 else ()) for name, one in CASES.items()]
-)
-def test_a_knob_does_what_it_says(seen: Callable[[str], Seen], name: str) -> None:
-    for look, expected in CASES[name].sees.items():
-        ranks = [rank[look] for rank in seen(name)]
-        assert ranks == (list(expected) if isinstance(expected, ByRank) else [expected] * CASES[name].ranks), look
+@pytest.mark.parametrize("name", [name for name, one in CASES.items() if one.ranks == 2])
+def test_a_knob_does_what_it_says_under_the_launcher(seen: Callable[[str, bool], Seen], name: str) -> None:
+    compare(CASES[name], seen(name, True))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
+def test_a_knob_does_what_it_says_without_a_launcher(seen: Callable[[str, bool], Seen], name: str) -> None:
+    compare(CASES[name], seen(name, False))
+
+
+def compare(case: Case, seen: Seen) -> None:
+    for look, expected in case.sees.items():
+        ranks = [rank[look] for rank in seen]
+        assert ranks == (list(expected) if isinstance(expected, ByRank) else [expected] * case.ranks), look
 
 
 def test_every_knob_has_a_case_and_every_choice_and_what_is_mapped_is_said() -> None:

@@ -167,3 +167,21 @@ def run_launchers(
     assert {one.exit_code for one in ended} == {0}, result.report()
     assert orphans == [], result.report()
     return result
+
+
+def run_launched(
+    script: Path,
+    nodes: int,
+    *,
+    folder: Path,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    timeout_seconds: float = 120.0,
+) -> LaunchersResult:
+    """Run ``script`` by ``launch`` without further flags, one rank on each node; node i is 127.0.0.(2+i)."""
+    hosts = [f"127.0.0.{2 + node}" for node in range(nodes)]
+    where = [f"--cluster_node_ips={','.join(hosts)}", f"--started_port={free_ports(2, hosts)}"]
+    commands = [
+        python("-m", "fleet_train", "launch", *where, f"--node_ip={host}", str(script), *args) for host in hosts
+    ]
+    return run_launchers(commands, folder=folder, env_of_node=[env or {}] * nodes, timeout_seconds=timeout_seconds)

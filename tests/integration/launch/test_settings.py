@@ -116,13 +116,16 @@ def test_what_the_launcher_sets_by_default_gives_way_to_the_script_and_the_users
 
 def test_the_trainers_own_flags_win_over_the_launchers(bench: Bench) -> None:
     trainer = ROOT / "fleet_train" / "__main__.py"
-    recipe = "train --model=mlp --data=synthetic --epochs=1 --strategy=unfused --set=fetch_frequency=5"
+    recipe = (
+        "train --model=mlp --data=synthetic --epochs=1 --strategy=unfused --set=fetch_frequency=5 --set=num_threads=2"
+    )
     flags = ["--nproc_per_node=2", "--strategy=local_sgd", "--set=fetch_frequency=3", "--set=divergence_check_steps=7"]
     bench.start(trainer, *recipe.split(), f"--output_dir={bench.folder}/out", flags=flags)
     [ended] = bench.ended(120.0)
     assert ended.exit_code == 0, ended.output
     sentence = "the launcher's --strategy local_sgd and --set fetch_frequency is not used: the program has its own"
     assert ended.output.count(sentence) == 1, ended.output
+    assert "overrides profile" not in ended.output, ended.output
     used = settings_of(bench.folder / "out")
     assert (used["profile"], used["fetch_frequency"], used["divergence_check_steps"]) == ("unfused", 5, 7)
 

@@ -245,18 +245,22 @@ def test_the_users_environment_wins_over_the_profile_and_over_advice() -> None:
     assert (result["NCCL_IB_DISABLE"], result["OMP_NUM_THREADS"], result["X"]) == ("0", "3", "y")
 
 
-def test_only_what_nobody_asked_for_is_advice_which_gives_way_also_below_another_launcher() -> None:
+def test_whatever_a_launcher_sets_for_paddle_gives_way_to_a_script_but_not_what_the_user_has_set() -> None:
     users, profile = {"OMP_NUM_THREADS": "3"}, {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_DEBUG": "INFO"}
-    outer = built(TWO_NODES, users, profile=profile).over(users)
-    assert advised(outer) == {
-        "NCCL_SOCKET_IFNAME", "FLAGS_new_executor_serial_run", "FLAGS_new_executor_sequential_run", "MKL_DEBUG_CPU_TYPE"
-    }  # fmt: skip
+    environment = built(TWO_NODES, users, profile=profile, strategy="mine")
+    outer = environment.over(users)
+    assert advised(outer) == {name for name in environment.ours if not name.startswith("FLEET_TRAIN_")}
+    assert profile.keys() < advised(outer)
+    assert (outer["GLOO_SOCKET_IFNAME"], outer["OMP_NUM_THREADS"]) == ("eth1", "3")
     outer["MKL_DEBUG_CPU_TYPE"] = "4"  # by the script that starts the inner job
     inner = built(TWO_NODES, outer, profile={"NCCL_SOCKET_IFNAME": "eth2"})
     assert inner.kept == ()
     result = inner.over(outer)
     assert (result["NCCL_SOCKET_IFNAME"], result["MKL_DEBUG_CPU_TYPE"], result["OMP_NUM_THREADS"]) == ("eth2", "4", "3")
-    assert advised(result) == {"FLAGS_new_executor_serial_run", "FLAGS_new_executor_sequential_run"}
+    assert "NCCL_DEBUG" not in result, "the inner job has a profile of its own"
+    assert advised(result) == {
+        "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "FLAGS_new_executor_serial_run", "FLAGS_new_executor_sequential_run"
+    }  # fmt: skip
     for nonsense in ("", "{", "[]", '{"HOME": 1}'):
         assert advised({"FLEET_TRAIN_ADVICE": nonsense, "HOME": "/"}) == frozenset()
 

@@ -114,6 +114,25 @@ other.remove_unnecessary_lock = True
         (
             """\
             import paddle
+            os.environ["FLAGS_sync_nccl_allreduce"] = "1"
+            os.environ.setdefault("FLAGS_sync_nccl_allreduce", "True")
+            os.environ.update(FLAGS_sync_nccl_allreduce=chosen, FLAGS_other="1")
+            paddle.set_flags({"FLAGS_sync_nccl_allreduce": True, "FLAGS_cudnn_exhaustive_search": 1})
+            os.environ["FLAGS_sync_nccl_allreduce"] = "0"
+            paddle.set_flags({"FLAGS_sync_nccl_allreduce": False})
+            old = os.environ.get("FLAGS_sync_nccl_allreduce", "1"), os.environ["FLAGS_sync_nccl_allreduce"]
+            os.environ["FLAGS_fuse_parameter_memory_size"] = "16"
+            """,
+            [
+                'FLAGS_sync_nccl_allreduce="1"',
+                'FLAGS_sync_nccl_allreduce="True"',
+                "FLAGS_sync_nccl_allreduce=chosen",
+                "FLAGS_sync_nccl_allreduce=True",
+            ],
+        ),
+        (
+            """\
+            import paddle
             block = main.global_block()
             v = block.var("x"), main.global_block().var("y"), program.block(0).has_var("z")
             w = paddle.static.global_scope().var("w"), x.var(), np.var(x), scope.var("x"), block.ops, t.block(0).vars

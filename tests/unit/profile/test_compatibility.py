@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paddle.distributed import fleet as stock_fleet
 
+from fleet_train.convert.strategy import DistributedStrategy
 from fleet_train.errors import ProfileError
 from fleet_train.profile import KNOBS, Profile, applied_mappings, check_flags, compatibility, load_profile, methods
 from fleet_train.profile.compatibility import PAIRS, STRATEGIES, clashes, entries, verdict
 from fleet_train.profile.knobs import Problem
 from fleet_train.profile.methods.base import Combination, Family, goes
+from fleet_train.profile.profile import BY_CALLER
 
 # What switches each strategy on, with what it needs beside it, and what switches it off.
 ON: dict[str, dict[str, Any]] = {
@@ -127,7 +130,13 @@ def test_the_fuse_flags_become_knobs_and_leave_the_environment(tmp_path: Path) -
     assert (profile.fuse_grad_size_in_MB, profile.fuse_parameter_groups_size) == (8.0, 20)
     assert profile.environment == {"NCCL_DEBUG": "INFO"}
     assert profile.explicit == {"fuse_grad_size_in_MB", "fuse_parameter_groups_size", "environment"}
-    assert profile.origin("fuse_grad_size_in_MB") == f"{path}:2"
+    assert profile.origin("fuse_grad_size_in_MB") == f"{path}:2, FLAGS_fuse_parameter_memory_size"
+    assert applied_mappings(profile) == [
+        f"fuse_grad_size_in_MB: 8 ({path}:2, FLAGS_fuse_parameter_memory_size): without it the best size for the link "
+        "is chosen; leave it out, unless you have measured",
+        f"fuse_parameter_groups_size: 20 ({path}:3, FLAGS_fuse_parameter_groups_size): it counts gradients today, 1.8 "
+        "counted layers; the size of a bucket is a limit, too",
+    ]
 
 
 def test_a_flag_at_the_top_level_is_the_knob_too(tmp_path: Path) -> None:
@@ -138,7 +147,7 @@ def test_a_flag_at_the_top_level_is_the_knob_too(tmp_path: Path) -> None:
     path.write_text("FLAGS_fuse_parameter_memory_size: 8\nFLAGS_sync_nccl_allreduce: false\n")
     profile = load_profile(str(path))
     assert profile.fuse_grad_size_in_MB == 8.0
-    assert profile.origin("fuse_grad_size_in_MB") == f"{path}:1"
+    assert profile.origin("fuse_grad_size_in_MB") == f"{path}:1, FLAGS_fuse_parameter_memory_size"
 
 
 def test_a_flag_of_a_refused_knob_is_refused_from_the_process_environment_too(refused_knob: str) -> None:
@@ -205,6 +214,64 @@ def test_a_flag_of_the_process_environment_is_used_where_the_profile_leaves_its_
     assert (agreeing.fuse_grad_size_in_MB, agreeing.environment) == (32.0, {})
 
 
+SLOWER = "each bucket is waited for, and nothing overlaps: slower today, though the advice in 1.8 was to set it; leave"
+
+
+def test_waiting_for_each_allreduce_is_called_slower_in_one_line_wherever_it_is_set(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("FLAGS_sync_nccl_allreduce: true\n")
+    of_environment, notices = Profile().overridden_by({"FLAGS_sync_nccl_allreduce": "1"})
+    assert applied_mappings(of_environment) == []
+    (said,) = notices
+    assert said.startswith(f"FLAGS_sync_nccl_allreduce=1 is used as sync_nccl_allreduce: true: {SLOWER}")
+    stock = stock_fleet.DistributedStrategy()
+    stock.sync_nccl_allreduce = True
+    places = {
+        "set by the caller": Profile(sync_nccl_allreduce=True),
+        "FLAGS_sync_nccl_allreduce": Profile(FLAGS_sync_nccl_allreduce=True),
+        "environment.FLAGS_sync_nccl_allreduce": Profile(environment={"FLAGS_sync_nccl_allreduce": "1"}),
+        f"{path}:1, FLAGS_sync_nccl_allreduce": load_profile(str(path)),
+        "DistributedStrategy": DistributedStrategy.from_stock(stock).to_profile(),
+    }
+    for place, profile in places.items():
+        (said,) = applied_mappings(profile)
+        assert said.startswith(f"sync_nccl_allreduce: true ({place}): {SLOWER}")
+    off = Profile().overridden_by({"FLAGS_sync_nccl_allreduce": "0"})[1]
+    assert off == ["FLAGS_sync_nccl_allreduce=0 is used as sync_nccl_allreduce: false"]
+    assert applied_mappings(Profile(sync_nccl_allreduce=False)) == []
+    assert applied_mappings(DistributedStrategy.from_stock(stock_fleet.DistributedStrategy()).to_profile()) == []
+
+
+FRACTION, GREEDY = "FLAGS_fraction_of_gpu_memory_to_use", {"FLAGS_allocator_strategy": "naive_best_fit"}
+
+
+@pytest.mark.parametrize("text", ["0", "0.0", "1", "1.0", "0.95", ".5", "9.2e-1"])
+def test_a_part_of_a_gpus_memory_is_said_to_have_no_effect_where_memory_grows(text: str) -> None:
+    told = f"{FRACTION} ({{}}) has no effect: Paddle's allocator auto_growth"
+    profile = Profile(environment={FRACTION: text})
+    for environ, place in [({}, BY_CALLER), ({FRACTION: text}, BY_CALLER), ({FRACTION: "0.3"}, "the environment")]:
+        (said,) = profile.overridden_by(environ)[1]
+        assert said.startswith(told.format(place))
+    (said,) = Profile().overridden_by({FRACTION: text})[1]
+    assert said.startswith(told.format("the environment"))
+    greedy = Profile(environment={FRACTION: text} | GREEDY).overridden_by({})[1]
+    assert [FRACTION in each and "is 0: nothing is taken at the start" in each for each in greedy] == [True] * (
+        float(text) == 0
+    )
+    assert Profile().overridden_by({FRACTION: text} | GREEDY)[1] == [
+        each.replace(BY_CALLER, "the environment") for each in greedy
+    ]
+
+
+@pytest.mark.parametrize("text", ["1.5", "-0.1", "95", "95%", "", "nan", "inf", "yes"])
+def test_what_is_no_part_of_a_gpus_memory_is_refused(text: str) -> None:
+    allowed = "given an invalid text; allowed: a number, 0 to 1, the part of a GPU's free memory"
+    with pytest.raises(ProfileError, match=f"^environment.{FRACTION}: {allowed}$"):
+        Profile(environment={FRACTION: text})
+    with pytest.raises(ProfileError, match=rf"^{FRACTION}: {allowed} \(from the environment; unset it there\)$"):
+        Profile().overridden_by({FRACTION: text})
+
+
 LOCAL = {"use_local_sgd": True, "local_sgd_steps": 1}
 NOTHING_SAVED = "local_sgd_steps: 1 (set by the caller) averages the parameters after every step, which sends as much"
 
@@ -216,7 +283,7 @@ NOTHING_SAVED = "local_sgd_steps: 1 (set by the caller) averages the parameters 
         (
             {"nccl_comm_num": 2},
             1,
-            "nccl_comm_num: 2 (set by the caller) is carried out on this one node; Fleet 1.8 silently used 1 there.",
+            "nccl_comm_num: 2 (set by the caller) is carried out on this one node; Fleet 1.8 used 1 there.",
         ),
         (
             {"num_iteration_per_drop_scope": 30},

@@ -15,6 +15,7 @@ import pytest
 
 import fleet_train.ray
 from fleet_train.cluster import Cluster
+from fleet_train.cluster.at_import import advised
 from fleet_train.cluster.environment import attempt, cluster_from_environ
 from fleet_train.cluster.partial import PartialCluster
 from fleet_train.convert.strategy import DistributedStrategy
@@ -225,6 +226,8 @@ def test_what_is_set_wins_over_the_profile_and_advice() -> None:
     assert environ_of(0, {"OMP_NUM_THREADS": "1"})["OMP_NUM_THREADS"] == "1", "Ray has set it"
     assert environ_of(0, X="y")["X"] == "y"
     assert environ_of(0, {"X": "z"}, X="y")["X"] == "z"
+    assert advised(environ_of(0, {"X": "z"}, X="y", Z="w")) >= {"Z"}, "the function's own profile may replace it"
+    assert "X" not in advised(environ_of(0, {"X": "z"}, X="y"))
     with pytest.raises(ProfileError, match="environment: RANK is set by the launcher"):
         environ_of(0, RANK="1")
 
