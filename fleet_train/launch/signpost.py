@@ -116,7 +116,7 @@ class Signpost:
                 key = f"{card['host']} {card['place']}"
                 self._seen[key] = self._seen.get(key, 0) + 1
                 if str(card["place"]) not in here and self._seen[key] >= _LOOKS:
-                    self._tell(index, port)
+                    self._show(index, port, self._card)
                     self._learn(card)
                     return
 
@@ -167,28 +167,27 @@ class Signpost:
             if ours and self._card["place"] != card["place"] and not self.difference:
                 self._learn(card)
 
-    def _tell(self, index: int, port: int) -> None:
-        """Show our card there: whoever it is learns of us, and need not have seen us."""
+    def _show(self, index: int, port: int, card: Card) -> None:
+        """Show a card to a launcher: it learns whose that is, and need not have seen that one itself."""
         with suppress(FleetTrainError, OSError), self._visited(index, port, _LAST_WORD) as client:
-            client.set(f"{_TOLD}{secrets.token_hex(4)}", self._card)
+            client.set(f"{_TOLD}{secrets.token_hex(4)}", card)
 
     def _pass_on(self, card: Card) -> None:
         """Show it to the other launchers like us, which may not see it any more: who learns of one ends."""
         for other in self._asked():
             for where, like_us, _ in list(self._cards(other, _LAST_WORD)):
                 if like_us["place"] == self._card["place"] and like_us["program"] == self._card["program"]:
-                    with suppress(FleetTrainError, OSError), self._visited(other, where, _LAST_WORD) as client:
-                        client.set(f"{_TOLD}{secrets.token_hex(4)}", card)
+                    self._show(other, where, card)
 
     def _learn(self, card: Card) -> None:
-        self._pass_on(card)
         hosts = self._node.addresses
         there = self._node.describe(hosts.index(card["host"])) if card["host"] in hosts else card["host"]
         here, ours, theirs = self._node.describe(), self._card, card
         jobs = [{"--job_id": each["place"][-1]} for each in (ours, theirs)]  # by default it follows from the facts
-        self.difference = difference_of(there, here, ours["facts"], theirs["facts"]) or difference_of(
-            there, here, *jobs
-        )
+        found = difference_of(there, here, ours["facts"], theirs["facts"]) or difference_of(there, here, *jobs)
+        if found:  # the others first: this launcher ends with it
+            self._pass_on(card)
+            self.difference = found
 
 
 def _is_card(value: Any) -> bool:

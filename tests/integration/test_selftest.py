@@ -161,11 +161,14 @@ def test_wrong_communication_fails_and_is_named(
     assert "ok    profile" not in ended.output  # also of those that round
 
 
-def is_subject(process: psutil.Process) -> bool:
-    try:
-        return "fleet_train.selftest.subject" in process.cmdline()
-    except psutil.NoSuchProcess:
-        return False
+def subjects_below(process: psutil.Process) -> list[psutil.Process]:
+    """Without what they have forked, which looks like them until it has become its command."""
+    found: dict[int, psutil.Process] = {}
+    for each in process.children(recursive=True):  # parents first
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "fleet_train.selftest.subject" in each.cmdline() and each.ppid() not in found:
+                found[each.pid] = each
+    return list(found.values())
 
 
 def test_ctrl_c_and_a_killed_launcher_leave_no_process_behind(tmp_path: Path) -> None:
@@ -177,12 +180,10 @@ def test_ctrl_c_and_a_killed_launcher_leave_no_process_behind(tmp_path: Path) ->
         ]
         logs = [tmp_path / name / log for name in ("interrupted", "killed")]
         job.wait_until(lambda: all(each.exists() and each.stat().st_size > 0 for each in logs), 90, "subjects run")
-        killed = psutil.Process(both[1].process.pid).children(recursive=True)
-        subjects = [one for one in killed if is_subject(one)]
-        assert len(subjects) >= 2  # on a busy machine also what one has forked to run a command
+        subjects = subjects_below(psutil.Process(both[1].process.pid))
+        assert len(subjects) == 2
         for subject in subjects:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                subject.suspend()
+            subject.suspend()
         both[1].process.kill()
         both[0].process.send_signal(signal.SIGINT)
         interrupted, _ = job.wait(timeout_seconds=60)

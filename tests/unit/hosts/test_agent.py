@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
+from fleet_train.cluster.flight.process import ProcessState
 from fleet_train.hosts import agent
 from fleet_train.launch.terminal import REPORT_TO
 from tests.support.processes import clean_environ, until
@@ -48,13 +48,6 @@ class Far:
 
     def run(self, code: str, marker: str = "", stop_seconds: float = 5.0) -> None:
         self.send(run={"command": [sys.executable, "-c", code], "stop_seconds": stop_seconds, "marker": marker})
-
-
-def has_ended(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 @pytest.fixture
@@ -129,14 +122,14 @@ def test_the_end_of_the_connection_ends_the_command_and_its_group(far: Far) -> N
     assert far.process.stdin is not None
     far.process.stdin.close()
     assert far.process.wait(20) == 0
-    until(lambda: has_ended(pid))
+    until(lambda: ProcessState.of(pid).has_ended)
 
 
 def test_the_end_of_the_agent_ends_the_command(far: Far) -> None:
     far.run("import os, time; print(os.getpid(), flush=True); time.sleep(100)")
     pid = int(far.until("out")[-1]["out"])
     far.process.kill()
-    until(lambda: has_ended(pid))
+    until(lambda: ProcessState.of(pid).has_ended)
 
 
 def test_a_signal_reaches_the_command(far: Far) -> None:
