@@ -131,6 +131,17 @@ class _LaunchCommand(click.Command):
         return super().parse_args(ctx, self._with_steps(args, ctx))
 
 
+class _PerNode(WholeNumber):
+    """A number of processes; torchrun also takes words here."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value in ("gpu", "auto", "cpu"):
+            self.fail(
+                f"'{value}': leave it out, which is a process for each GPU, or one without; or a number", param, ctx
+            )
+        return super().convert(value, param, ctx)
+
+
 def _seconds(flag: str, kind: NumberRange, default: float, help_text: str) -> Callable[[Command], Command]:
     """An option that takes seconds, with its default in the help."""
     return click.option(flag, type=kind, default=default, metavar="SECONDS", help=f"{help_text} [default: {default:g}]")
@@ -187,7 +198,7 @@ def _launch_on_hosts(context: click.Context, where: Where, **flags: Any) -> int:
 )
 @click.option(
     "--nproc_per_node",
-    type=WholeNumber(),
+    type=_PerNode(),
     metavar="N",
     help="Processes per node, of nodes without a number in the list. [default: every GPU; 1 without]",
 )

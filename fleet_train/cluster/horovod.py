@@ -61,7 +61,9 @@ def exchange(own: str | None, environ: Mapping[str, str], timeout_seconds: float
                 raise TimeoutError
             time.sleep(_WAIT_SECONDS)
         return value
-    except (ConnectionError, http.client.HTTPException) as error:
+    except TimeoutError:
+        raise
+    except (OSError, http.client.HTTPException) as error:
         raise ClusterError(
             f"horovodrun's server at {host}:{port} ({_ADDRESS}, {_PORT}), which says where rank 0 is, does not answer "
             f"({error}); {_FIX}"

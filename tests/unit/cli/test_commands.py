@@ -119,6 +119,13 @@ def test_flags_behind_the_script_are_the_scripts(words: str, tmp_path: Path, mon
     assert result.output.splitlines()[-1].endswith(f" -u {program.removeprefix('-- ')}")
 
 
+@pytest.mark.parametrize("word", ["gpu", "auto"])
+def test_a_process_for_each_gpu_is_the_default(word: str) -> None:
+    result = CliRunner().invoke(cli, ["launch", f"--nproc_per_node={word}", "train.py"])
+    assert result.exit_code == 2
+    assert "leave it out, which is a process for each GPU, or one without; or a number" in result.output
+
+
 def test_a_list_of_hosts_is_no_address_of_this_machine() -> None:
     result = CliRunner().invoke(cli, ["launch", "--host", "pc1,pc2", "train.py"])
     assert isinstance(result.exception, ClusterError)
