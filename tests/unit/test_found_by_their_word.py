@@ -23,6 +23,15 @@ hvd.Compression.fp16|hvd.allreduce|HOROVOD_FUSION_THRESHOLD|torch.save|model.mod
 init_seeds|np.random.seed|cudnn.deterministic|cudnn.benchmark|ifconfig|ping|Anaconda|NFS|Samba
 cuDNN|NCCL|DistributedStrategy|PaddleCloudRoleMaker|paddle.distributed.launch|--cluster_node_ips|--node_ip
 --started_port|--selected_gpus|--log_dir|workerlog|save_persistables|save_inference_model|--use_paddlecloud
+apex.parallel|output_device|named_parameters|.to(device)|GIL|dist.scatter|async_op|num_replicas|print(os.environ)
+http_proxy|paddlecloud job|--start-cmd|--is-standalone|--distribute-job-type|launch --help|__getitem__|TFRecord|MXNet
+MobileNet|ShuffleNet|_transpile|DistributeTranspiler|multi_tensor_applier|apex.optimizers|fp16_utils|roi_align|nms
+model.eval|no_grad|AverageMeter|loss.item|topk|tqdm|nvidia-smi|amp.load_state_dict|ReduceOp.SUM|reduce_op.SUM
+extra_link_args|g++|libnccl2|LD_LIBRARY_PATH|~/.bashrc|PyTorch 1.4|10.2|440.33|Windows|Ubuntu 18.04|2080 Ti|V100
+opencv|matplotlib|Cython|thop|FLOPs|PyCharm|num_classes|torchvision|CrossEntropyLoss|weight.grad|1 Hour
+fluid.layers.data|paddle.fluid.incubate.fleet.collective|FLAGS_sync_nccl_allreduce|cudaMalloc|nccl_comm_num
+FLAGS_fraction_of_gpu_memory_to_use|FLAGS_fuse_parameter_memory_size|FLAGS_fuse_parameter_groups_size|RDMA
+num_iteration_per_drop_scope|fetch_frequency|use_hierarchical_allreduce|local_sgd_is_warm_steps|local_sgd_steps
 """.replace("\n", "|")
     .strip("|")
     .split("|")
@@ -61,6 +70,49 @@ WORDS = {
     "弹性": "elastic",
     "防火墙": "firewall",
     "共享": "shared",
+    "单机多卡": "all cards",
+    "负载不均衡": "more load",
+    "总进程数": "number of all processes",
+    "自定义集群": "a cluster of your own",
+    "集群环境": "backend and cluster",
+    "主机": "the master",
+    "均分": "equal part",
+    "预处理": "preprocessing",
+    "预读": "prefetch",
+    "归一化": "normalise",
+    "权限": "permission",
+    "硬盘": "measures the disk",
+    "阻塞": "waits in silence",
+    "数据加速": "wait for their data",
+    "反向传播": "backward",
+    "跨卡": "two small exchanges",
+    "目标检测": "detection",
+    "语义分割": "segmentation",
+    "半精度": "half precision",
+    "推理": "inference",
+    "准确率": "accuracy",
+    "正确率": "correct samples",
+    "进程间": "over processes",
+    "利用率": "utilisation",
+    "泛化": "generalizes",
+    "权重文件": "files of weights",
+    "损坏": "damaged file",
+    "保存模型": "save",
+    "模型重用": "resume",
+    "单卡可以直接加载": "one card reads",
+    "全连接": "fully connected",
+    "不同的种子": "a seed of its own",
+    "可复现": "reproduced",
+    "局域网": "LAN",
+    "代理": "proxy",
+    "算力": "compute capability",
+    "每次迭代": "iteration",
+    "剩余时间": "time that is left",
+    "线程池": "a pool",
+    "慢 trainer": "slow trainer",
+    "环形": "ring allreduce",
+    "打乱": "shuffl",
+    "统计量": "statistics",
 }
 """Words of the articles' text, and how the English pages say it."""
 
