@@ -39,6 +39,7 @@ _TOLERATED_VARIABLES = {
     "runtime_include_dir",
     "KMP_INIT_AT_FORK",
     "KMP_DUPLICATE_LIB_OK",
+    "CUSTOM_DEVICE_ROOT",
 }
 # Threads that libraries keep for the life of the process; a dummy is one of Paddle's executor that has logged.
 _TOLERATED_THREADS = ("_DummyThread", "tqdm", "TMonitor", "pytest_timeout", "asyncio_", "QueueFeederThread")

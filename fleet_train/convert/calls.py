@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
+import paddle
 
 from fleet_train.collectives.job import Array
 from fleet_train.convert.session import current, current_shares
@@ -111,41 +112,55 @@ def reduce(call: str, values: Array, op: str) -> Array:
 
 def broadcast(array: Any, source: int = 0) -> Array:
     """The numpy array of rank ``source`` on every rank, bit by bit; what the others pass is ignored, None will do:
-    ``table = fleet.broadcast(read_table() if fleet.is_first_worker() else None)``.
+    ``table = fleet.broadcast(read_table() if fleet.is_first_worker() else None)``. The argument itself stays as it is.
 
-    All ranks call it in the same order. Any dtype but objects. Raises ConversionError for those, and for a ``source``
-    that is no rank.
+    All ranks call it in the same order. Any dtype of numpy but objects and fields. Raises ConversionError, on all
+    ranks, for those, for masked arrays, and for a ``source`` that is no rank.
     """
-    job, call = current().job, "fleet.broadcast()"
-    if not 0 <= source < job.world_size:
-        raise ConversionError(f"{call}: source={source} is no rank; ranks are 0 to {job.world_size - 1}")
-    is_source = job.cluster.rank == source
+    job = current().job
+    if type(source) is bool or not isinstance(source, (int, np.integer)) or not 0 <= source < job.world_size:
+        raise ConversionError(f"fleet.broadcast(): source={source!r} is no rank; ranks are 0 to {job.world_size - 1}")
+    call, is_source = f"fleet.broadcast(source={source})", job.cluster.rank == source
     with job.inside(call):
-        about = job.broadcast(f"broadcast {job.count('broadcast')}", _about(array, call) if is_source else None, source)
+        about = _about(array) if is_source else None
+        about = job.broadcast(f"broadcast {job.count('broadcast')}", about, int(source))
     return _joined(call, array if is_source else None, [about])[0]
 
 
 def all_gather(array: Any) -> list[Array]:
     """The numpy arrays of all ranks, by rank, on every rank, bit by bit: shapes may differ, dtypes too.
 
-    For results of an evaluation; every rank holds them all. All ranks call it in the same order. Any dtype but objects,
-    for which ConversionError is raised; JSON values of any kind: ``fleet.gather``.
+    For results of an evaluation; every rank holds them all. All ranks call it in the same order. Any dtype of numpy but
+    objects and fields; for those and for masked arrays ConversionError is raised, on all ranks. JSON values of any
+    kind: ``fleet.gather``.
     """
-    job, call = current().job, "fleet.all_gather()"
-    return _joined(call, array, values_of_all(call, _about(array, call)), job.cluster.rank)
+    call = "fleet.all_gather()"
+    return _joined(call, array, values_of_all(call, _about(array)), current().job.cluster.rank)
 
 
-def _about(array: Any, call: str) -> list[Any]:
+def _about(array: Any) -> list[Any] | str:
+    """Dtype and shape; or why an array is not taken."""
+    if isinstance(array, paddle.pir.Value):
+        return "a value of the program is no array yet; fetch it with exe.run first"
     values = np.asarray(array)
+    if isinstance(array, np.ma.MaskedArray):
+        return "a masked array would lose its mask; send array.filled(0) and array.mask"
     if values.dtype.hasobject:
-        raise ConversionError(f"{call} takes numpy arrays of numbers, not {type(array).__name__}; use fleet.gather")
+        what = "an array of objects" if isinstance(array, np.ndarray) else f"'{type(array).__name__}'"
+        return f"it takes numpy arrays of numbers, not {what}; use fleet.gather"
+    if np.dtype(values.dtype.str) != values.dtype:
+        return (
+            f"dtype {values.dtype} is none of numpy's own without fields; send each field, or a view as whole numbers"
+        )
     return [values.dtype.str, list(values.shape)]
 
 
-def _joined(call: str, array: Any, about: list[list[Any]], place: int = 0) -> list[Array]:
+def _joined(call: str, array: Any, about: list[list[Any] | str], place: int = 0) -> list[Array]:
     """Arrays of which each rank has one or none, in the order of ``about``; ``place``: that of this rank's. Sums with
     zeros, of the bits as whole numbers: what is summed is exact."""
-    shapes = [(np.dtype(name), tuple(shape)) for name, shape in about]
+    if refused := next((each for each in about if isinstance(each, str)), ""):
+        raise ConversionError(f"{call}: {refused}")
+    shapes = [(np.dtype(each[0]), tuple(each[1])) for each in about]
     words = [-(-dtype.itemsize * math.prod(shape) // 4) for dtype, shape in shapes]
     ends = list(accumulate(words, initial=0))
     sent = np.zeros(ends[-1], np.int32)
@@ -236,7 +251,7 @@ _ABSENT = {
     ),
 }
 _ELSEWHERE = {
-    "send recv isend irecv P2POp batch_isend_irecv scatter reduce reduce_scatter all_to_all allreduce_async": (
+    "send recv isend irecv P2POp batch_isend_irecv scatter reduce reduce_scatter all_to_all alltoall allreduce_async": (
         "is not there: data parallel ranks do the same. Arrays reach all ranks by fleet.all_reduce, fleet.broadcast or "
         "fleet.all_gather, small values of any kind by fleet.gather"
     ),
@@ -244,24 +259,29 @@ _ELSEWHERE = {
     "get_rank": "is fleet.worker_index()",
     "get_world_size size": "is fleet.worker_num()",
     "local_size": "is not there; fleet.local_rank() is the index on the node, fleet.node_num() the number of nodes",
-    "init_process_group init_parallel_env is_initialized": "is fleet.init(is_collective=True), once",
+    "init_process_group init_parallel_env": "is fleet.init(is_collective=True), once",
+    "is_initialized": "is not there: fleet.init(is_collective=True) is called once, at the top of the script",
     "destroy_process_group": "is not needed: ranks leave the job when the script ends (fleet.shutdown)",
     "new_group": "is not there: all ranks train one model; fleet.all_reduce is over all of them",
     "DistributedSampler": "is paddle.io.DistributedBatchSampler, or fleet_train.data.ShardedBatchSampler",
     "DistributedDataParallel DataParallel DistributedOptimizer DDP": (
         "is fleet.distributed_optimizer(optimizer), for static programs; dynamic ones use paddle.DataParallel"
     ),
+    "no_sync": "is a knob here: --set accumulate_steps=4",
+    "FullyShardedDataParallel FSDP ZeroRedundancyOptimizer": (
+        "is a knob here, for the optimizer's state: --set sharding=true"
+    ),
     "SyncBatchNorm convert_sync_batchnorm convert_syncbn_model": "is a knob here: --set sync_batch_norm=true",
-    "broadcast_parameters broadcast_optimizer_state broadcast_object": (
+    "broadcast_parameters broadcast_optimizer_state broadcast_object broadcast_object_list": (
         "is not needed: all ranks start with rank 0's parameters, and fleet.load_persistables gives all what is saved; "
         "arrays: fleet.broadcast"
     ),
-    "allreduce": 'is fleet.all_reduce(array, "mean")',
+    "allreduce metric_average": 'is fleet.all_reduce(array, "mean")',
     "allgather all_gather_object": "is fleet.all_gather(array), or fleet.gather(value) for small values of any kind",
     "ReduceOp reduce_op Sum Average": 'is a word here: fleet.all_reduce(array, "sum"), or "mean", "max", "min"',
     "get_local_rank": "is fleet.local_rank()",
     "Compression register_comm_hook": "is a knob here: --set compression=bf16 or fp16",
-    "amp initialize scale_loss GradScaler": "is a knob here: --strategy amp_bf16, or --set amp_level=O1",
+    "amp initialize scale_loss autocast GradScaler": "is a knob here: --strategy amp_bf16, or --set amp_level=O1",
     "spawn": "is fleet_train.spawn(function, nprocs=2)",
 }
 """Names that the facade does not have, and the reason that they share; here those of torch.distributed and Horovod."""

@@ -273,9 +273,9 @@ def fit(saved: Described, ours: Described, source: str) -> tuple[list[str], list
 
 def fitting_parameters(saved: SavedState, ours: Described, source: str) -> tuple[SavedState, list[str]]:
     """The saved parameters and statistics that the program has with the same shape and dtype, and notes to the user
-    that list all others. Raises CheckpointError if there is none."""
+    that list all others. Whole numbers are none: LookAhead's counters are such. CheckpointError if there is none."""
     theirs, own = (
-        {name: (shape, dtype) for name, (kind, shape, dtype) in each.items() if kind == PARAMETER}
+        {name: (shape, dtype) for name, (kind, shape, dtype) in each.items() if kind == PARAMETER and _is_float(dtype)}
         for each in (saved.describe(), ours)
     )
     same = [name for name in own if theirs.get(name) == own[name]]
@@ -287,7 +287,7 @@ def fitting_parameters(saved: SavedState, ours: Described, source: str) -> tuple
     kept = [f"'{name}'" for name in own if name not in theirs]
     left = [f"'{name}'" for name in theirs if name not in own]
     lists = [("of another shape or dtype", unlike), ("only in this program", kept), ("only there", left)]
-    others = "; ".join(f"{what}: {', '.join(names)}" for what, names in lists if names)
+    others = "; ".join(f"{what}: {_listed(names)}" for what, names in lists if names)
     if not same:
         raise CheckpointError(f"{source} has no parameter of this program ({others}): is it from another model?")
     notes = [
@@ -295,6 +295,15 @@ def fitting_parameters(saved: SavedState, ours: Described, source: str) -> tuple
         + (others and f"; {others}")
     ]
     return SavedState({name: saved.arrays[name] for name in same}, dict.fromkeys(same, PARAMETER)), notes
+
+
+def _is_float(dtype: str) -> bool:
+    return dtype.startswith("float") or dtype == _BFLOAT16
+
+
+def _listed(names: list[str], most: int = 20) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _several(names: list[str]) -> str:

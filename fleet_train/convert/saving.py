@@ -135,7 +135,8 @@ def load_persistables(
 
     ``partial``: for another model with the same layers below, a pre-trained backbone with a new head: the parameters
     and batch-norm statistics whose name, shape and dtype are those of the program are loaded, nothing of the optimizer
-    or the schedule; rank 0 lists what is left as it is. CheckpointError if nothing fits.
+    or the schedule, before the first step; rank 0 lists what is left as it is. CheckpointError if nothing fits, or
+    after a step.
 
     The startup program must have run, and all ranks call it. Raises CheckpointError on every rank, naming the first
     offending tensor, for state that is missing, cut off, altered, of another model, or holds NaN or infinity. The
@@ -385,9 +386,12 @@ def _load_part(job: Job, program: Any, folder: Path) -> list[str]:
     on_first_worker(job, f"load from {folder}", read)
     values = dict(broadcast_each(job, saved.arrays))
     moved = _moved(job, state, values, found)
+    if any(each.exchange.step for each in moved) or (moved and state.sums_under_way):
+        raise CheckpointError(
+            "partial=True is for the start of a training, and this one has made steps: what the optimizer keeps is of "
+            "the old parameters. Load before the first step, or run the startup program again first"
+        )
     state.write(values, job.place)
-    for each in moved:
-        restore_position(each.exchange, {}, job.place)
     return sorted(values)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import paddle
 import pytest
 
-from fleet_train import fleet
+from fleet_train import DistributedStrategy, fleet
 from fleet_train.convert import session
 from fleet_train.convert.draws import advice_about_draws
 from fleet_train.errors import FleetTrainError
@@ -147,6 +147,13 @@ ARRAYS: list[Any] = [
     np.array(["2020-01-01"], "datetime64[D]"),
 ]
 
+REFUSED: list[Any] = [
+    np.zeros(2, [("a", "i4"), ("b", "f8")]),
+    np.ma.masked_invalid([1.0, np.nan]),
+    None,
+    np.array([None]),
+]
+
 
 def arrays(_: Path) -> None:
     rank, last = fleet.worker_index(), fleet.worker_num() - 1
@@ -162,7 +169,9 @@ def arrays(_: Path) -> None:
         gathered=[each.tolist() for each in gathered],
         dtypes=[each.dtype.name for each in gathered],
         no_rank=message_of(lambda: fleet.broadcast(1, source=last + 1)),
-        objects=message_of(lambda: fleet.all_gather([object()])),
+        half=message_of(lambda: fleet.broadcast(1, source=0.5)),  # type: ignore[arg-type]
+        objects=message_of(lambda: fleet.all_gather([object()] if rank == 0 else 1)),
+        refused=[message_of(lambda: fleet.broadcast(each if rank == 0 else None)) for each in REFUSED],  # noqa: B023
         mean=fleet.all_reduce(np.asarray(float(rank)), "mean").item(),
     )
 
@@ -175,7 +184,14 @@ def test_arrays_of_one_rank_or_of_all_are_everywhere_bit_by_bit(ranks: int, tmp_
     assert found.of_all("gathered") == [[[1], [0.5, 1.5], [0.5, 1.5, 2.5]][:ranks]] * ranks
     assert found.of_all("dtypes") == [["int64", "float64", "float64"][:ranks]] * ranks
     assert found.of_all("no_rank")[0].endswith(f"source={ranks} is no rank; ranks are 0 to {ranks - 1}")
-    assert "fleet.all_gather() takes numpy arrays of numbers, not list" in found.of_all("objects")[0]
+    assert found.of_all("half")[0].endswith(f"source=0.5 is no rank; ranks are 0 to {ranks - 1}")
+    wrong = "ConversionError: fleet.all_gather(): it takes numpy arrays of numbers, not 'list'; use fleet.gather"
+    assert found.of_all("objects") == [wrong] * ranks
+    for fields, masked, none, array in found.of_all("refused"):
+        assert "fleet.broadcast(source=0): dtype [('a', '<i4'), ('b', '<f8')] is none of numpy's own" in fields
+        assert "would lose its mask" in masked
+        assert none.endswith("numbers, not 'NoneType'; use fleet.gather")
+        assert array.endswith("numbers, not an array of objects; use fleet.gather")
     assert found.of_all("mean") == [(ranks - 1) / 2] * ranks
 
 
@@ -190,23 +206,29 @@ def linear(name: str, inputs: int, outputs: int) -> Any:
 class Classifier:
     """A body with a batch norm below a head; ``classes`` decides the head's shape."""
 
-    def __init__(self, classes: int, seed: int, prefix: str = "") -> None:
-        self._main, startup, self._scope = paddle.static.Program(), paddle.static.Program(), paddle.static.Scope()
+    def __init__(self, classes: int, seed: int, prefix: str = "", looks_ahead: bool = False, **knobs: Any) -> None:
+        self._main, self._startup, self._scope = paddle.static.Program(), paddle.static.Program(), paddle.static.Scope()
         self._classes = classes
-        with paddle.static.program_guard(self._main, startup), paddle.utils.unique_name.guard(prefix):
+        with paddle.static.program_guard(self._main, self._startup), paddle.utils.unique_name.guard(prefix):
             paddle.seed(seed)
             x, y = paddle.static.data("x", [None, FEATURES]), paddle.static.data("y", [None, 1], "int64")
             hidden = paddle.nn.BatchNorm1D(4)(linear(f"body{prefix}", FEATURES, 4)(x))
             logits = linear(f"head{prefix}", 4, classes)(hidden)
             extra = linear(f"only{classes}{prefix}", classes, classes)(logits)
             loss = paddle.nn.functional.cross_entropy(extra, y)
-            fleet.distributed_optimizer(paddle.optimizer.Momentum(0.1)).minimize(loss)
+            optimizer = paddle.optimizer.Momentum(0.1)
+            if looks_ahead:
+                optimizer = paddle.incubate.LookAhead(paddle.optimizer.SGD(0.0), k=3)
+            fleet.distributed_optimizer(optimizer, DistributedStrategy(**knobs)).minimize(loss)
         self._exe = paddle.static.Executor(fleet.place())
-        self._exe.run(startup, scope=self._scope)
+        self.start()
 
-    def train(self) -> None:
+    def start(self) -> None:
+        self._exe.run(self._startup, scope=self._scope)
+
+    def train(self, steps: int = 3) -> None:
         rng = np.random.default_rng(fleet.worker_index())
-        for _ in range(3):
+        for _ in range(steps):
             x, y = rng.normal(size=(5, FEATURES)).astype("float32"), rng.integers(0, self._classes, (5, 1))
             self._exe.run(self._main, feed={"x": x, "y": y}, scope=self._scope)
 
@@ -236,12 +258,30 @@ def parts(folder: Path) -> None:
     after = new.values()
     new.train()
     late = Classifier(3, seed=30)
-    late.train()  # its momentum is not touched, its parameters are
-    momentum = {name: value for name, value in late.values().items() if "velocity" in name}
-    late.load(saved, partial=True)
-    kept = {name: value for name, value in late.values().items() if "velocity" in name} == momentum
+    late.train()
+    trained_late = late.values()
+    refused = message_of(lambda: late.load(saved, partial=True))
+    kept = late.values() == trained_late
+    late.start()
+    again = late.load(saved, partial=True)
+    merging = Classifier(3, seed=30, accumulate_steps=3)
+    merging.train(2)
+    report(rank, merging=message_of(lambda: merging.load(saved, partial=True)))
+    slow, slow_saved = Classifier(3, seed=40, looks_ahead=True), folder / "slow"
+    slow.train(5)
+    slow.save(slow_saved)
+    fresh = Classifier(4, seed=50, looks_ahead=True)
+    fresh.load(slow_saved, partial=True)
+    start = fresh.values()
+    fresh.train(4)
+    moved = [
+        name
+        for name, value in fresh.values().items()
+        if name.startswith(("body", "head", "only")) and "slow" not in name and value != start[name]
+    ]
     other = message_of(lambda: Classifier(5, seed=1, prefix="other").load(saved, partial=True))
     report(rank, old=old.values(), before=before, after=after, loaded=loaded, trained=new.values())
+    report(rank, refused=refused, again=again, moved=moved, counted=start["lookahead_step_0"])
     report(rank, whole=whole, other=other, kept=kept, late=late.values(), missing=message_of(
         lambda: new.load(folder / "nowhere", partial=True)))  # fmt: skip
 
@@ -260,10 +300,15 @@ def test_what_fits_of_a_saved_state_is_loaded_on_all_ranks_and_the_rest_is_liste
     trained = [{name: value for name, value in each.items() if "norm" not in name} for each in ranks.of_all("trained")]
     assert trained[0] == trained[1]
     assert ranks.of_all("kept") == [True, True]
+    for refused in (*ranks.of_all("refused"), *ranks.of_all("merging")):
+        assert "partial=True is for the start of a training, and this one has made steps" in refused
+    assert [len(each) for each in ranks.of_all("again")] == [10, 10]
+    assert ranks.of_all("counted") == [[0], [0]]
+    assert ranks.of_all("moved") == [[], []]  # at a learning rate of 0
     assert {each.partition(":")[0] for each in (*ranks.of_all("whole"), *ranks.of_all("other"))} == {"CheckpointError"}
     assert all("has no parameter of this program (" in each for each in ranks.of_all("other"))
     assert all("holds no saved state" in each for each in ranks.of_all("missing"))
-    line, _ = [each for each in ranks.ranks[0].output.splitlines() if "of this program's 10 parameters" in each]
+    line, *_ = [each for each in ranks.ranks[0].output.splitlines() if "of this program's 10 parameters" in each]
     assert "pretrained: 6 of this program's 10 parameters and statistics are loaded" in line
     assert "of another shape or dtype: 'head.b_0' ([3] float32 there, [4] float32 here), 'head.w_0' ([4, 3]" in line
     assert "only in this program: 'only4.b_0', 'only4.w_0'; only there: 'only3.b_0', 'only3.w_0'" in line
