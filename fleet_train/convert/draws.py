@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import paddle
+from paddle.base.core import DataType
 
 from fleet_train.collectives.job import Job
 from fleet_train.convert.passes.program import inputs_of, is_random, nested_operators, operators_behind
@@ -58,10 +59,29 @@ def _draws_for_samples(program: Any) -> Iterator[Any]:
 
 
 def _has_samples(operator: Any) -> bool:
+    sizes = [part for value in inputs_of(operator) for part in _sizes(value)]
+    if sizes:
+        return not all(map(_is_of_one_sample, sizes))
     if any(-1 in result.shape for result in operator.results()):
         return True
     given = inputs_of(operator)
     return bool(given) and any(each.name() == "pd_op.data" for each in operators_behind(*given))
+
+
+def _sizes(value: Any) -> Sequence[Any]:
+    """The numbers of which Paddle stacks the shape of a draw; empty for other values."""
+    maker = value.get_defining_op()
+    is_shape = maker is not None and maker.name() == "pd_op.stack" and value.dtype in (DataType.INT32, DataType.INT64)
+    return inputs_of(maker.operand_source(0).get_defining_op()) if is_shape else ()
+
+
+def _is_of_one_sample(size: Any) -> bool:
+    """Whether a size is a number of the script, or one of a tensor's later dimensions: of features, not samples."""
+    maker = size.get_defining_op()
+    if maker.name() != "pd_op.slice":
+        return bool(maker.name() == "pd_op.full")
+    of, start = (maker.operand_source(place).get_defining_op() for place in (0, 1))
+    return of.name() in ("pd_op.shape", "pd_op.shape64") and start.attrs().get("value", [0])[0] != 0
 
 
 def _own_seed(operator: Any) -> int:

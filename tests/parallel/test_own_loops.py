@@ -73,6 +73,16 @@ def of_weights(values: Any) -> Any:
     return paddle.nn.functional.dropout(paddle.create_parameter([FEATURES], "float32"), 0.5) + 0 * values
 
 
+def of_features(values: Any) -> Any:
+    """One mask for all samples."""
+    mask = paddle.uniform([1, paddle.shape(values)[1]]) + paddle.uniform([paddle.shape(values)[1]])
+    return paddle.nn.functional.dropout(paddle.ones_like(values), 0.5, axis=1) + mask
+
+
+def of_rows(values: Any) -> Any:
+    return paddle.nn.functional.dropout(paddle.ones_like(values), 0.5, axis=0)
+
+
 def while_testing(values: Any) -> Any:
     return paddle.nn.functional.dropout(paddle.ones_like(values), 0.5, training=False)
 
@@ -91,13 +101,14 @@ def random_numbers(_: Path) -> None:
         alike[name] = [masks[0][0] == masks[0][-1], masks[0][rank] == masks[1][rank]]
 
     alike: dict[str, list[bool]] = {}
-    for kind, drawn in (("dropout", mask), ("noise", noise), ("branch", in_a_branch)):
+    for kind, drawn in (("dropout", mask), ("noise", noise), ("branch", in_a_branch), ("rows", of_rows)):
         look(f"{kind}, equal seeds", 7, drawn=drawn)
         look(f"{kind}, own seeds", 7 + rank, drawn=drawn)
     look("two of three", 7 + (rank == 1), drawn=mask)
     look("fixed size, equal seeds", 7, drawn=mask, batch=BATCH)
     look("program's seed", None, drawn=mask, random_seed=7)
     look("weights, equal seeds", 7, drawn=of_weights)
+    look("features, equal seeds", 7, drawn=of_features)
     look("testing, equal seeds", 7, drawn=while_testing)
     look("nothing drawn, equal seeds", 7, drawn=lambda values: paddle.ones_like(values))
 
@@ -115,7 +126,7 @@ def test_equal_random_numbers_for_samples_are_said_and_others_are_not(tmp_path: 
     assert ranks.exit_codes == [0, 0, 0], ranks.report()
     found, alike = ranks.of_all("found"), ranks.of_all("alike")
     assert found[0] == found[1] == found[2]
-    for kind in ("dropout", "noise", "branch", "fixed size"):
+    for kind in ("dropout", "noise", "branch", "rows", "fixed size"):
         assert "all ranks draw the same random numbers" in found[0][f"{kind}, equal seeds"]
         assert "paddle.seed(SEED + fleet.worker_index())" in found[0][f"{kind}, equal seeds"]
         assert alike[0][f"{kind}, equal seeds"] == [True, False]
@@ -125,7 +136,7 @@ def test_equal_random_numbers_for_samples_are_said_and_others_are_not(tmp_path: 
     assert "2 of 3 ranks draw the same" in found[0]["two of three"]
     assert "in every step: the program's random_seed, or seed= of a layer, is 7" in found[0]["program's seed"]
     assert alike[0]["program's seed"] == [True, True]
-    for innocent in ("weights", "testing", "nothing drawn"):
+    for innocent in ("weights", "features", "testing", "nothing drawn"):
         assert found[0][f"{innocent}, equal seeds"] == ""
     assert {each[:60] for each in ranks.of_all("refused")} == {
         "ConversionError: all ranks draw the same random numbers for their"[:60]
