@@ -53,8 +53,8 @@ from fleet_train.launch.worker_group import WorkerGroup, failed
 from fleet_train.log import logger
 
 Diagnose = Callable[[Sequence[str]], str]
-"""Called after a failure, with the last lines of the rank that failed first, if there is one: returns a line about the
-likely cause; empty: unknown."""
+"""Called after a failure, with the last lines of the rank that failed first, if an error of Python's has ended it: returns
+a line about the likely cause; empty: unknown."""
 
 
 def run(launch: Launch, environ: Mapping[str, str], diagnose: Diagnose = lambda _: "") -> int:
@@ -297,7 +297,8 @@ def _report_end(result: RunResult, diagnose: Diagnose) -> int:
         if table:
             show_lines(table)
     if result.kind is Kind.FAILED:
-        _report_cause(diagnose, result.root_cause.last_lines if result.root_cause else ())
+        cause = result.root_cause
+        _report_cause(diagnose, cause.last_lines if cause and cause.exit_code == 1 else ())
     return result.exit_code
 
 

@@ -90,7 +90,7 @@ _NO_FLUID = re.compile(
     r"ModuleNotFoundError: No module named 'paddle\.fluid|ImportError: cannot import name 'fluid' from 'paddle'|"
     r"AttributeError: module 'paddle' has no attribute 'fluid'"
 )
-_OF_TORCHRUN = re.compile(r"KeyError: '(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)'")
+_OF_OTHERS = re.compile(r"KeyError: '((?:HOROVOD_)?(?:LOCAL_)?(?:RANK|SIZE|WORLD_SIZE)|MASTER_ADDR|MASTER_PORT)'")
 
 
 def after_failure(last_lines: Sequence[str]) -> str:
@@ -99,14 +99,18 @@ def after_failure(last_lines: Sequence[str]) -> str:
     error = next((line for line in reversed(last_lines) if _ERROR.fullmatch(line)), "")
     files = re.findall(r'^ *File "(.+)", line \d+', "\n".join(last_lines), re.MULTILINE)
     path = Path(files[-1] if files else "")
-    if path.stem in ("os", "<frozen os>") and (variable := _OF_TORCHRUN.fullmatch(error)):
+    if path.stem in ("os", "<frozen os>") and (variable := _OF_OTHERS.fullmatch(error)):
         numbers = "fleet.local_rank(), fleet.worker_index() and fleet.worker_num()"
         return f"{variable[1]} is not set by this launcher: a rank's numbers are {numbers} ({GUIDE})"
     why = ""
     if _NO_FLUID.match(error) and not {"site-packages", "dist-packages"} & set(path.parts):
         why = "is written for Paddle 1.x or 2.x, which had paddle.fluid"
-    elif error.startswith("SyntaxError: ") and path.is_file() and (replaced := read(path.read_bytes())[1]):
-        why = f"has characters of web pages in its code: {replaced}"
+    elif error.startswith("SyntaxError: ") and path.is_file():
+        content, replaced, _ = read(path.read_bytes())
+        why = f"has characters of web pages in its code: {replaced}" if replaced else ""
+        imported = re.findall(r"^\s*(?:import|from)\s+([\w.]+)", content.decode(errors="replace"), re.MULTILINE)
+        if why and "paddle" not in imported and (framework := framework_of(imported)):
+            return f"{path.name} {why}; and it is written for {framework}: {GUIDE} has what to write for its lines"
     shown = str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
     command = f"python -m fleet_train port {shlex.quote(shown)}"
     return f"{shown} {why}; {command} shows what to change, and changes it with --write" if why else ""

@@ -163,6 +163,9 @@ def test_a_script_with_characters_of_web_pages_is_led_to_port(tmp_path: Path) ->
     said = after_failure(traceback(str(script), error))
     assert said.startswith(f"{script} has characters of web pages in its code: left single quotation mark (U+2018) in")
     assert f"python -m fleet_train port {script} shows" in said
+    script.write_text("import torch\nx = ‘a‘\n")
+    said = after_failure(traceback(str(script), error))
+    assert said.endswith(f"in line 2; and it is written for PyTorch: {GUIDE} has what to write for its lines")
     script.write_text("x = = 1\n")
     assert after_failure(traceback(str(script), "SyntaxError: invalid syntax")) == "", "port would not mend it"
     assert after_failure(traceback(str(tmp_path / "gone.py"), error)) == ""
@@ -172,7 +175,8 @@ def test_variables_of_torchrun_lead_to_what_takes_their_place() -> None:
     said = after_failure(traceback("<frozen os>", "KeyError: 'LOCAL_RANK'"))
     assert said.startswith("LOCAL_RANK is not set by this launcher: a rank's numbers are fleet.local_rank()")
     assert GUIDE in said
-    assert after_failure(traceback("/usr/lib/python3.10/os.py", "KeyError: 'WORLD_SIZE'")).startswith("WORLD_SIZE ")
+    for name in ("WORLD_SIZE", "HOROVOD_LOCAL_RANK"):
+        assert after_failure(traceback("/usr/lib/python3.10/os.py", f"KeyError: '{name}'")).startswith(f"{name} ")
 
 
 @pytest.mark.parametrize(
