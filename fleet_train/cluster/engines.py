@@ -116,22 +116,28 @@ _COUNTS = """HOROVOD_SIZE OMPI_COMM_WORLD_SIZE MV2_COMM_WORLD_SIZE PMI_SIZE JSM_
     SLURM_STEP_NUM_TASKS WORLD_SIZE LOCAL_WORLD_SIZE""".split()
 _NUMBERS = """HOROVOD_RANK OMPI_COMM_WORLD_RANK MV2_COMM_WORLD_RANK PMI_RANK PALS_RANKID JSM_NAMESPACE_RANK
     SLURM_PROCID RANK LOCAL_RANK""".split()
+# Of RANK alone it is not known whose it is.
+_BESIDE_RANK = {"WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
-def alone_despite(environ: Mapping[str, str], ranks: int = 1) -> str:
-    """The message for a job of so many ranks, on one node, whose environment says that there are more processes, or
-    nodes; "" otherwise, and where ``FLEET_TRAIN_ENGINE=none`` was chosen."""
+def alone_despite(environ: Mapping[str, str], launched: int | None = None) -> str:
+    """The message for a process that trains alone, or for ``launched`` ranks on one node, whose environment says that
+    there are more processes, or nodes; "" otherwise, and where ``FLEET_TRAIN_ENGINE=none`` was chosen."""
     if "FLEET_TRAIN_STORE" in environ or environ.get(ENGINE, "").strip() == "none":
         return ""
-    more = [f"{name}={environ[name]}" for name in _COUNTS if _number(environ, name) > ranks]
-    more += [f"{name}={environ[name]}" for name in _NUMBERS if _number(environ, name) >= ranks]
-    if not more:
+    ranks = launched or 1
+    more = [name for name in _COUNTS if _number(environ, name) > ranks]
+    more += [name for name in _NUMBERS if _number(environ, name) >= ranks]
+    if not more or (more == ["RANK"] and not _BESIDE_RANK & environ.keys()):
         return alone_in_allocation(environ)
     alone = "this process trains alone" if ranks == 1 else f"this job has {ranks} ranks"
+    start = "start the script with python -m fleet_train launch"
+    if launched:
+        start = "give --nproc_per_node=N, or the machines (--cluster_node_ips, --hosts)"
     return (
-        f"{alone}, although {more[0]} says that there are more: no engine of docs/engines.md has set all of its "
-        "variables here (torchrun's are RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT). Start the script with "
-        f"python -m fleet_train launch; {ENGINE}=none (launch: --engine none) says that it is a job of its own"
+        f"{alone}, although {more[0]}={environ[more[0]].strip()} says that there are more: no engine of "
+        "docs/engines.md has set all of its variables here (torchrun's are RANK, WORLD_SIZE, MASTER_ADDR and "
+        f"MASTER_PORT). If there are more, {start}; if not, {ENGINE}=none (launch: --engine none) says so"
     )
 
 

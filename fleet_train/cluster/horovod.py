@@ -7,9 +7,12 @@ by HTTP: process 0 puts there where it listens. Source: horovod/horovod ``horovo
 
 from __future__ import annotations
 
+import atexit
 import http.client
+import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 
 from fleet_train.cluster.started import Started, Variables
 from fleet_train.errors import ClusterError
@@ -18,6 +21,7 @@ ENGINE = "horovodrun"
 _PLACE = "/fleet_train/rank0"
 _ADDRESS, _PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
 _FIX = "name rank 0's node: FLEET_TRAIN_MASTER=host:6170"
+_FORM = re.compile(r"[^\s/]+:[0-9]{1,5}/[0-9a-f]+")
 _ASK_SECONDS, _WAIT_SECONDS = 5.0, 0.2
 
 
@@ -51,26 +55,34 @@ def exchange(own: str | None, environ: Mapping[str, str], timeout_seconds: float
         raise ClusterError(
             f"{ENGINE} started this process without {_ADDRESS} and {_PORT}, where its ranks find rank 0; {_FIX}"
         )
-    until = time.monotonic() + timeout_seconds
+    until, value = time.monotonic() + timeout_seconds, own or ""
     try:
         if own is not None:
             _ask(host, port, "PUT", own)
-            return own
-        while not (value := _ask(host, port, "GET")):
-            if time.monotonic() > until:
-                raise TimeoutError
-            time.sleep(_WAIT_SECONDS)
-        return value
-    except TimeoutError:
-        raise
+            atexit.register(_forget, host, port)
+        while not value and time.monotonic() < until:
+            value = _ask(host, port, "GET")
+            time.sleep(0 if value else _WAIT_SECONDS)
     except (OSError, http.client.HTTPException) as error:
-        raise ClusterError(
-            f"horovodrun's server at {host}:{port} ({_ADDRESS}, {_PORT}), which says where rank 0 is, does not answer "
-            f"({error}); {_FIX}"
-        ) from None
+        raise ClusterError(f"{_server(host, port)} does not answer ({error}); {_FIX}") from None
+    if not value:
+        raise TimeoutError
+    if not _FORM.fullmatch(value):
+        raise ClusterError(f"{_server(host, port)} has another answer than rank 0's; {_FIX}")
+    return value
 
 
-def _ask(host: str, port: int | None, method: str, value: str | None = None) -> str:
+def _server(host: str, port: int) -> str:
+    return f"horovodrun's server at {host}:{port} ({_ADDRESS}, {_PORT}), which says where rank 0 is,"
+
+
+def _forget(host: str, port: int) -> None:
+    """Let the next script of the same horovodrun wait for its own rank 0."""
+    with suppress(OSError, http.client.HTTPException):
+        _ask(host, port, "PUT", "")
+
+
+def _ask(host: str, port: int, method: str, value: str | None = None) -> str:
     """The server's value; empty if there is none yet."""
     connection = http.client.HTTPConnection(host, port, timeout=_ASK_SECONDS)
     try:

@@ -53,8 +53,8 @@ from fleet_train.launch.worker_group import WorkerGroup, failed
 from fleet_train.log import logger
 
 Diagnose = Callable[[Sequence[str]], str]
-"""Called after a failure, with the last lines of the rank that failed first, if an error of Python's has ended it: returns
-a line about the likely cause; empty: unknown."""
+"""Called after a failure, with the last lines of the rank that failed first, if an error of Python's has ended it:
+returns a line about the likely cause; empty: unknown."""
 
 
 def run(launch: Launch, environ: Mapping[str, str], diagnose: Diagnose = lambda _: "") -> int:

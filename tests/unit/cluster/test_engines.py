@@ -243,6 +243,8 @@ SHELL = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2"}
         ({"WORLD_SIZE": "2"}, 1, "this process trains alone, although WORLD_SIZE=2 says that there are more"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, 1, "although WORLD_SIZE=2"),  # without MASTER_ADDR
         ({"LOCAL_RANK": "1"}, 1, "although LOCAL_RANK=1"),
+        ({"RANK": "1", "MASTER_ADDR": "n1"}, 1, "although RANK=1"),
+        ({"WORLD_SIZE": " 2 "}, 1, "although WORLD_SIZE=2 says"),
         ({"WORLD_SIZE": "4"}, 2, "this job has 2 ranks, although WORLD_SIZE=4"),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, 1, "although PMI_SIZE=2"),
         ({"MV2_COMM_WORLD_SIZE": "2"}, 1, "although MV2_COMM_WORLD_SIZE=2"),
@@ -257,6 +259,8 @@ def test_a_job_alone_says_what_speaks_of_more_processes(environ: dict[str, str],
     assert detect(environ) is None
     said = alone_despite(environ, ranks)
     assert words in said
+    assert "srun before it" in said or "If there are more, give --nproc_per_node=N, or the machines" in said
+    assert ranks > 1 or "start the script with" in alone_despite(environ) or "srun before it" in said
     assert "srun before it" in said or "FLEET_TRAIN_ENGINE=none" in said
     assert alone_despite({**environ, "FLEET_TRAIN_ENGINE": "none"}, ranks) == ""
     assert alone_despite({**environ, "FLEET_TRAIN_STORE": "10.0.0.1:6171"}, ranks) == ""
@@ -268,6 +272,7 @@ def test_a_job_alone_says_what_speaks_of_more_processes(environ: dict[str, str],
         {},
         {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
         {"WORLD_SIZE": "", "LOCAL_RANK": "", "RANK": " "},
+        {"RANK": "16"},  # somebody's own variable
         {"WORLD_SIZE": "auto", "RANK": "-1", "LOCAL_RANK": "-1"},
         {"PMI_RANK": "0", "PMI_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "1"},
         {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
@@ -53,6 +56,41 @@ def test_without_its_server_the_place_can_be_named(environ: dict[str, str]) -> N
     with pytest.raises(ClusterError, match=r"without HOROVOD_GLOO_RENDEZVOUS_ADDR and .*_PORT.*; name rank 0's node"):
         place(gone, 1)
     assert place(gone | {engines.MASTER: "127.0.0.1:6180"}, 1) == MeetingPoint("127.0.0.1", 6180)
+
+
+@pytest.mark.parametrize("answer", ["<html>", "n1:80", "n1:99999999/ab", "n1:80/ab/../c"])
+def test_what_is_no_place_of_rank_0_is_not_believed(environ: dict[str, str], answer: str) -> None:
+    where = environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+    horovod._ask(*where, "PUT", answer)
+    with pytest.raises(ClusterError, match="has another answer than rank 0's; name rank 0's node"):
+        place(environ, 1)
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "\u4e3b\u673a"])
+def test_an_address_that_is_none_is_named(environ: dict[str, str], host: str) -> None:
+    with pytest.raises(ClusterError, match=f"horovodrun's server at {host}:.* does not answer"):
+        place(environ | {"HOROVOD_GLOO_RENDEZVOUS_ADDR": host}, 1)
+
+
+def test_a_server_that_says_nothing_is_named(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(horovod, "_ASK_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        gone = environ | {"HOROVOD_GLOO_RENDEZVOUS_PORT": str(silent.getsockname()[1])}
+        with pytest.raises(ClusterError, match=r"does not answer \(timed out\)"):
+            place(gone, 0)
+
+
+def test_the_next_script_of_the_same_horovodrun_waits_for_its_own_rank_0(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_exit: list[Callable[[], object]] = []
+    monkeypatch.setattr(atexit, "register", lambda function, *given: at_exit.append(partial(function, *given)))
+    place(environ, 0)
+    (forget,) = at_exit
+    forget()
+    with pytest.raises(JoinTimeout):
+        place(environ, 1, 0.2)
+    assert place(environ, 0) == place(environ, 1)
 
 
 def test_a_server_that_answers_otherwise_is_not_believed(environ: dict[str, str]) -> None:
