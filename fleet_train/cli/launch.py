@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -79,17 +80,20 @@ _STOCK_FLAGS = {
 }
 _OTHER_LAUNCHERS = {
     "--nnodes --node_rank --master_addr --master_port --rdzv_endpoint --rdzv_backend --rdzv_conf": (
-        "machines are listed, and meet at the first one: --cluster_node_ips=A,B --node_ip=OWN on each, with "
-        "--started_port=PORT; or, typed once, --hosts A,B"
+        "with one machine, leave it out; several are listed, and meet at the first one: --cluster_node_ips=A,B "
+        "--node_ip=OWN on each, with --started_port=PORT; or, typed once, --hosts A,B"
     ),
     "--rdzv_id": "it is --job_id NAME",
     "--standalone": "leave it out: without a list of machines, the job is one machine's",
     "--local_rank --use_env": "leave it out: in the script, fleet.local_rank() is each rank's own",
     "--module": "it is -m here",
-    "-n -np --np --num_proc": "on one machine, it is --nproc_per_node=N; on several, --hosts A:2,B:2 has 2 on each",
+    "-n -np --np --num_proc --num_processes --num_gpus": (
+        "on one machine, it is --nproc_per_node=N; on several, --hosts A:2,B:2 has 2 on each"
+    ),
     "-H -host -hosts": "it is --hosts A:2,B:2",
     "-f --hostfile -hostfile --machinefile -machinefile": "it is --hosts_file FILE, with lines such as pc2 slots=2",
-    "-N -ppn -perhost -npernode --npernode --map_by": "it is --nproc_per_node=N, the processes of each machine",
+    "--num_nodes --num_machines": "leave it out: the machines of --cluster_node_ips=A,B or --hosts A,B are counted",
+    "-N -ppn -perhost -npernode --npernode": "it is --nproc_per_node=N, the processes of each machine",
     "-x -env -genv": "ranks get your shell's variables; one more is --set environment.NAME=VALUE",
     "--start_timeout": "it is --join_timeout=SECONDS",
     "--min_np --max_np --host_discovery_script": "use --max_restarts=N, and --min_nodes=M to go on with M machines",
@@ -97,7 +101,10 @@ _OTHER_LAUNCHERS = {
         "it follows from the machines' addresses; --set environment.GLOO_SOCKET_IFNAME=NAME names another"
     ),
     "-p -i --ssh_port --ssh_identity_file": "write it into ~/.ssh/config, or into --ssh_config FILE",
-    "--gloo --mpi --mca -mca --bind_to -bind_to --oversubscribe --allow_run_as_root": (
+    "--no_python --role --tee --redirects": (
+        "leave it out: it starts Python scripts and modules, and --log_dir has the output of each rank"
+    ),
+    "--gloo --mpi --mca -mca --bind_to -bind_to --map_by -map_by --tag_output --oversubscribe --allow_run_as_root": (
         "leave it out: it is for mpirun, which can start the ranks without this launcher (docs/engines.md)"
     ),
 }
@@ -105,6 +112,14 @@ INSTEAD = {flag: text for flags, text in _STOCK_FLAGS.items() for flag in flags.
     flag: f"{text} ({GUIDE})" for flags, text in _OTHER_LAUNCHERS.items() for flag in flags.split()
 }
 """Flags of paddle.distributed.launch and of other launchers, with ``_`` within a name: what to write here."""
+
+
+def _instead(typed: str) -> str:
+    """What to write for a flag of another launcher, ``-np4`` too; empty if it is none."""
+    flag = typed.partition("=")[0]
+    glued = re.match(r"(-np?|-N|-H|-x)(?=\d|\w+[:=,])", typed)
+    return INSTEAD.get(flag, "") or (INSTEAD[glued[1]] if glued else "")
+
 
 _VERIFY = "--verify_joint_batch"
 
@@ -119,8 +134,8 @@ class _LaunchCommand(click.Command):
         place = 0
         while place < len(args) and args[place].startswith("-") and args[place] != "--":
             name = args[place][:2] + args[place][2:].replace("-", "_")
-            if (flag := name.partition("=")[0]) in INSTEAD:
-                raise click.UsageError(f"No such option '{flag}': {INSTEAD[flag]}.", ctx)
+            if text := _instead(name):
+                raise click.UsageError(f"No such option '{args[place].partition('=')[0]}': {text}.", ctx)
             following = args[place + 1 : place + 2]
             if name == _VERIFY and not (following and following[0].isdigit()):
                 args = [*args[: place + 1], "1", *args[place + 1 :]]

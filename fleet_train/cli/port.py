@@ -74,7 +74,7 @@ def command(paths: tuple[Path, ...], write: bool, check: bool) -> None:
         else:
             click.echo(script.difference(result), nl=False)
     _list_marks(ported)
-    others = [f"{each.path}: a {each.framework} script" for each in ported if each.framework not in ("", "Paddle")]
+    others = [f"{each.path}: a script for {each.framework}" for each in ported if each.framework not in ("", "Paddle")]
     notes = [f"{each.path}: Python's own characters for {each.replaced}" for each in ported if each.replaced]
     for note in (*notes, *(f"skipped {each}" for each in (*skipped, *others))):
         click.echo(printable(note), err=True)

@@ -173,7 +173,10 @@ def _content(path: Path) -> bytes:
     try:
         return read_regular(path, _MOST_BYTES)
     except FileNotFoundError:
-        raise CheckpointError(f"{path.parent} holds no saved state: {path.name} is missing; {WAY_OUT}") from None
+        found = "name the folder that fleet.save_persistables wrote"
+        if any(path.parent.parent.glob(f"{path.parent.name}.pd*")) or any(path.parent.glob("*.pd*")):
+            found = "files of paddle.static.save are read by paddle.static.load(program, prefix), on each rank"
+        raise CheckpointError(f"{path.parent} holds no saved state: {path.name} is missing; {found}") from None
     except NotThatFile as error:
         raise CheckpointError(f"{path} {error}; {WAY_OUT}") from None
     except OSError as error:

@@ -174,8 +174,8 @@ def with_nodes_of_engine(request: LaunchRequest, environ: Mapping[str, str]) -> 
     if (started.local_count or 1) > 1 or started.local_index > 0:
         raise ClusterError(
             f"{started.engine} started {started.local_count or 'several'} launchers on this node; a launcher "
-            "starts its node's ranks itself: use one per node (srun --ntasks-per-node=1, mpirun -N 1) and give "
-            "--nproc_per_node=N, or start the ranks without it: srun python train.py"
+            "starts its node's ranks itself: use one per node (srun --ntasks-per-node=1, mpirun -N 1, horovodrun "
+            "-H a:1,b:1) and give --nproc_per_node=N, or start the ranks without it: srun python train.py"
         )
     logger.info(started.in_words())
     request = replace(

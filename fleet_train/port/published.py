@@ -26,7 +26,7 @@ _OTHERS = {
 _QUOTES = {'"': "\u201c-\u201f\u2033\uff02", "'": "\u00b4\u2018-\u201b\u2032\uff07"}
 # Comments and strings of Python's own come first, and stay. A quotation mark ends at the next one of its kind.
 _PIECE = re.compile(
-    r"""(\#[^\n]*|(\"\"\"|''')(?:\\.|[^\\])*?\2|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')"""
+    r"""([#\uff03][^\n]*|(\"\"\"|''')(?:\\.|[^\\])*?\2|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')"""
     + "".join(f"|[{m}]{{3}}(.*?)[{m}]{{3}}|[{own}{m}]([^{own}{m}\n]*)[{own}{m}]" for own, m in _QUOTES.items())
     + f"|[{''.join(_OTHERS)}]",
     re.DOTALL,
@@ -59,7 +59,9 @@ def read(content: bytes) -> tuple[bytes, str, SyntaxError | None]:
 
 
 def _of_python(text: str, group: int | None) -> str:
-    return _OTHERS[text] if group is None else f"{_AROUND[group]}{text}{_AROUND[group]}"
+    if group is None:
+        return _OTHERS[text]
+    return f"#{text[1:]}" if text[:1] == "\uff03" else f"{_AROUND[group]}{text}{_AROUND[group]}"
 
 
 def _problem(content: bytes) -> SyntaxError | None:

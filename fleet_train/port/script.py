@@ -21,7 +21,7 @@ from fleet_train.port.facts import FactFinder, Facts
 from fleet_train.port.index import is_old
 from fleet_train.port.rewriter import Rewriter
 
-_PYTHON_2 = re.compile(r"^\s*(print\s+[\"'\w]|except\s+\w+\s*,\s*\w+\s*:)", re.MULTILINE)
+_PYTHON_2 = re.compile(r"^\s*(print\s+[\"'\u2018-\u201f\w]|except\s+\w+\s*,\s*\w+\s*:)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,13 @@ def port(content: bytes, path: str) -> Ported:
         module = cst.parse_module(readable)
     except cst.ParserSyntaxError as error:
         raise ConversionError(_unreadable(content, path, error, problem)) from None
-    except (UnicodeDecodeError, SyntaxError, LookupError) as error:
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConversionError(
+            f"{path}:{line}: not readable as Python: {error}; save it as UTF-8, or begin it with "
+            "# -*- coding: gbk -*-"
+        ) from None
+    except (SyntaxError, LookupError) as error:
         raise ConversionError(f"{path}:1: not readable as Python: {error}") from None
     wrapper = MetadataWrapper(module)
     finder = FactFinder()
@@ -276,7 +282,7 @@ def scripts_in(paths: Iterable[Path]) -> tuple[list[Path], list[Skipped]]:
     """The given files, and the ``*.py`` below folders, each once; and the folders below them that were skipped.
 
     Hidden folders, and those with a name of what is made or installed, are skipped unless they are given themselves.
-    Raises DataError for what is not there, and for a folder without scripts.
+    Raises DataError for what is not there, for a folder without scripts, and for a notebook.
     """
     scripts: dict[Path, None] = {}
     skipped: dict[Path, Skipped] = {}
@@ -288,6 +294,8 @@ def scripts_in(paths: Iterable[Path]) -> tuple[list[Path], list[Skipped]]:
                 raise DataError(f"{path}: a folder without *.py files; give the folder of your scripts{words}")
             scripts |= dict.fromkeys(below)
             skipped |= {entry.folder: entry for entry in left_out}
+        elif path.suffix == ".ipynb":
+            raise DataError(f"{path}: a notebook is no script; save its cells with jupyter nbconvert --to script first")
         elif path.is_file():
             scripts[path] = None
         else:

@@ -308,7 +308,9 @@ def variable_problem(name: str, value: str) -> Problem | None:
     if name == "FLAGS_enable_pir_api" and value.strip().lower() not in TRUE_WORDS:
         return Problem(key, "the old IR has no host operators, which carry the communication; remove it")
     if name == MEMORY_FRACTION and not _is_fraction(value):
-        return Problem(key, "given an invalid text; allowed: a number, 0 to 1, the part of a GPU's free memory")
+        return Problem(
+            key, "given a value that is not allowed; allowed: a number, 0 to 1, the part of a GPU's free memory"
+        )
     if "\0" in value or "\n" in value:
         return Problem(key, "the value has a line break or a NUL character; allowed: one line of text")
     return None

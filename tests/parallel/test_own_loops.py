@@ -292,6 +292,13 @@ def parts(folder: Path) -> None:
     ]
     other = message_of(lambda: Classifier(5, seed=1, prefix="other").load(saved, partial=True))
     report(rank, old=old.values(), before=before, after=after, loaded=loaded, trained=new.values())
+    stock = folder / "stock"
+    if rank == 0:
+        with paddle.static.scope_guard(old._scope):
+            paddle.static.save(old._main, str(stock / "net"))
+    fleet.barrier_worker()
+    unread = [message_of(lambda: new.load(stock, partial=True)), message_of(lambda: new.load(stock / "net"))]
+    report(rank, unread=unread)
     report(rank, refused=refused, again=again, moved=moved, counted=start["lookahead_step_0"])
     report(rank, whole=whole, other=other, kept=kept, late=late.values(), missing=message_of(
         lambda: new.load(folder / "nowhere", partial=True)))  # fmt: skip
@@ -310,6 +317,8 @@ def test_what_fits_of_a_saved_state_is_loaded_on_all_ranks_and_the_rest_is_liste
         assert all(late[name] == old[name] for name in late if "velocity" not in name and "learning_rate" not in name)
     trained = [{name: value for name, value in each.items() if "norm" not in name} for each in ranks.of_all("trained")]
     assert trained[0] == trained[1]
+    for unread in ranks.of_all("unread"):
+        assert all("read by paddle.static.load(program, prefix), on each rank" in each for each in unread)
     assert ranks.of_all("kept") == [True, True]
     for refused in (*ranks.of_all("refused"), *ranks.of_all("merging")):
         assert "partial=True is for the start of a training, and this one has made steps" in refused

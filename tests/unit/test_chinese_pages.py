@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import calendar
 import posixpath
 import re
 from collections import Counter
@@ -17,6 +18,8 @@ ENGLISH, CHINESE = ROOT / "docs", ROOT / "docs" / "zh"
 PAGES = sorted(path.name for path in CHINESE.glob("*.md"))
 _COMMENT = re.compile(r"(^|\s+)#(\s.*)?$")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
+_MONTHS = list(calendar.month_name)
+_MONTH = re.compile("|".join(filter(lambda name: name not in ("", "May"), _MONTHS)))
 _NUMBER = re.compile(r"\d[\d,.]*\d|\d")
 
 
@@ -35,7 +38,8 @@ class Section:
         self.links.update(_target(link, path) for link in _LINK.findall(text))
         text = _LINK.sub("]", text)
         self.names |= set(re.findall(r"`([^`]+)`", text))
-        self.numbers.update(_NUMBER.findall(re.sub(r"`[^`]+`", "", text)))
+        text = re.sub(r"`[^`]+`", "", text)
+        self.numbers.update(_NUMBER.findall(_MONTH.sub(lambda month: f" {_MONTHS.index(month[0])} ", text)))
         return self
 
 

@@ -119,6 +119,14 @@ def test_flags_behind_the_script_are_the_scripts(words: str, tmp_path: Path, mon
     assert result.output.splitlines()[-1].endswith(f" -u {program.removeprefix('-- ')}")
 
 
+@pytest.mark.parametrize("typed", ["-np2", "-n2", "-N2", "-Ha:2", "-Hpc1,pc2", "-xNCCL_DEBUG=INFO"])
+def test_a_flag_that_is_glued_to_its_value_is_known(typed: str) -> None:
+    result = CliRunner().invoke(cli, ["launch", typed, "train.py"])
+    assert result.exit_code == 2
+    flag = next(each for each in ("-np", "-n", "-N", "-H", "-x") if typed.startswith(each))
+    assert launch.INSTEAD[flag] in " ".join(result.output.split())
+
+
 @pytest.mark.parametrize("word", ["gpu", "auto"])
 def test_a_process_for_each_gpu_is_the_default(word: str) -> None:
     result = CliRunner().invoke(cli, ["launch", f"--nproc_per_node={word}", "train.py"])

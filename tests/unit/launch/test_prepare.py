@@ -478,7 +478,7 @@ def test_what_to_do_about_faults_and_defaults() -> None:
         (["--nproc_per_nodes=2", "train.py"], "--nproc_per_node"),
         (["--cluster_node_ip=a", "train.py"], "--cluster_node_ips"),
         (["--master=a:1", "train.py"], "the nodes are given by --cluster_node_ips"),
-        (["--nnodes", "2", "train.py"], "machines are listed, and meet at the first one: --cluster_node_ips=A,B"),
+        (["--nnodes", "2", "train.py"], "several are listed, and meet at the first one: --cluster_node_ips=A,B"),
         (["--max_restart=3", "train.py"], "it is --max_restarts here"),
         (["--elastic_timeout=3", "train.py"], "--rejoin_timeout"),
         (["--max_restarts=-1", "train.py"], "max_restarts"),

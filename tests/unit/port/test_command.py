@@ -106,6 +106,27 @@ def test_the_error_about_a_single_file_names_its_line(folder: Path) -> None:
     assert str(result.exception).startswith(f"{folder}/aaa.py:2: not Python 3")
 
 
+def test_a_script_in_another_encoding_is_named_with_its_line_and_what_to_do(folder: Path) -> None:
+    (folder / "aaa.py").write_bytes('import paddle\n\nx = "\u4e2d\u6587"\n'.encode("gbk"))
+    said = str(run("--write", folder / "aaa.py").exception)
+    assert said.startswith(f"{folder}/aaa.py:3: not readable as Python: ")
+    assert "save it as UTF-8, or begin it with # -*- coding: gbk -*-" in said
+    (folder / "aaa.py").write_bytes('# -*- coding: gbk -*-\nx = "\u4e2d\u6587"\n'.encode("gbk"))
+    assert run("--write", folder / "aaa.py").exception is None
+
+
+def test_python_2_with_quotes_of_a_web_page_is_led_to_2to3(folder: Path) -> None:
+    (folder / "aaa.py").write_text("import paddle\nprint \u201ca\u201d\n")
+    assert str(run(folder / "aaa.py").exception).endswith("it looks like Python 2: run 2to3 on it first")
+
+
+def test_a_notebook_is_no_script(folder: Path) -> None:
+    (folder / "net.ipynb").write_text("{}")
+    result = run("--check", folder / "net.ipynb")
+    assert isinstance(result.exception, DataError)
+    assert "net.ipynb: a notebook is no script; save its cells" in str(result.exception)
+
+
 @pytest.mark.parametrize("name", ["missing.py", "empty"])
 def test_what_is_not_there_is_an_error(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty").mkdir()
@@ -150,20 +171,25 @@ def test_scripts_for_another_framework_are_refused_where_none_is_for_paddle(fold
     for flags in ([], ["--write"], ["--check"]):
         alone = run(*flags, folder / "ddp.py")
         assert isinstance(alone.exception, ConversionError)
-        assert str(alone.exception).startswith(f"{folder}/ddp.py: a PyTorch script; port translates none: it rewrites")
+        assert str(alone.exception).startswith(
+            f"{folder}/ddp.py: a script for PyTorch; port translates none: it rewrites"
+        )
         assert GUIDE in str(alone.exception)
     (folder / "models" / "hvd.py").write_text("import horovod.tensorflow as hvd\n")
-    skipped = [f"skipped {folder}/ddp.py: a PyTorch script", f"skipped {folder}/models/hvd.py: a TensorFlow script"]
+    skipped = [
+        f"skipped {folder}/ddp.py: a script for PyTorch",
+        f"skipped {folder}/models/hvd.py: a script for TensorFlow",
+    ]
     among_others = run("--write", folder)
     assert among_others.exit_code == 0
-    assert [line for line in among_others.stderr.splitlines() if line.endswith(" script")] == skipped
+    assert [line for line in among_others.stderr.splitlines() if ": a script for " in line] == skipped
     assert (folder / "train.py").read_text() == NEW
     assert (folder / "ddp.py").read_text() == "import os\nimport torch\n"
     assert run("--check", folder).exit_code == 0, "helpers for another framework do not fail a check for ever"
     for name in ("train.py", "models/net.py"):
         (folder / name).write_text("import os\n")
     nothing = run(folder)
-    assert [line for line in nothing.stderr.splitlines() if line.endswith(" script")] == skipped
+    assert [line for line in nothing.stderr.splitlines() if ": a script for " in line] == skipped
     assert isinstance(nothing.exception, ConversionError)
     assert run(folder / "train.py").exit_code == 0, "a script without any framework is not refused"
 

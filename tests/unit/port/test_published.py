@@ -29,7 +29,7 @@ SICK = {
     "print（a，b［0］）；c＝｛1：2｝\n": "print(a,b[0]);c={1:2}\n",
     "a = 5 – 3 — x[−1]\n": "a = 5 - 3 - x[-1]\n",
     "data = …\n": "data = ...\n",
-    "x = ‘a‘ ＃ text\n": "x = 'a' # text\n",
+    "x = ‘a‘ ＃ text，（a）\n": "x = 'a' # text，（a）\n",
     "x = ‘a‘\r\ny = 1\r\n": "x = 'a'\r\ny = 1\r\n",
     # What is beside it stays: comments, and strings of Python's own, whatever is in them.
     f"# a{NBSP}（text），‘x‘\nx = ‘a‘\n": f"# a{NBSP}（text），‘x‘\nx = 'a'\n",

@@ -265,7 +265,7 @@ def test_a_part_of_a_gpus_memory_is_said_to_have_no_effect_where_memory_grows(te
 
 @pytest.mark.parametrize("text", ["1.5", "-0.1", "95", "95%", "", "nan", "inf", "yes"])
 def test_what_is_no_part_of_a_gpus_memory_is_refused(text: str) -> None:
-    allowed = "given an invalid text; allowed: a number, 0 to 1, the part of a GPU's free memory"
+    allowed = "given a value that is not allowed; allowed: a number, 0 to 1, the part of a GPU's free memory"
     with pytest.raises(ProfileError, match=f"^environment.{FRACTION}: {allowed}$"):
         Profile(environment={FRACTION: text})
     with pytest.raises(ProfileError, match=rf"^{FRACTION}: {allowed} \(from the environment; unset it there\)$"):
