@@ -55,8 +55,7 @@ def port(content: bytes, path: str) -> Ported:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ConversionError(
-            f"{path}:{line}: not readable as Python: {error}; save it as UTF-8, or begin it with "
-            "# -*- coding: gbk -*-"
+            f"{path}:{line}: not readable as Python: {error}; save it as UTF-8, or begin it with # -*- coding: gbk -*-"
         ) from None
     except (SyntaxError, LookupError) as error:
         raise ConversionError(f"{path}:1: not readable as Python: {error}") from None
