@@ -43,8 +43,9 @@ def test_what_is_said_of_paddle_is_so(example: str, tmp_path: Path) -> None:
     [
         *blocks("training"),
         *blocks("checkpoints"),
-        "\n".join(each for each in blocks("data") if "batch_slice" not in each),
+        "\n".join(each for each in blocks("data") if "batch_slice" not in each and "SEED" not in each),
         block("data", "batch_slice"),
+        block("data", "SEED"),
     ],
 )
 def test_examples_about_training_run(example: str, tmp_path: Path) -> None:
