@@ -62,6 +62,7 @@ def command(paths: tuple[Path, ...], write: bool, check: bool) -> None:
     if write and check:
         raise click.UsageError("--write changes files, --check changes none: give only one of them")
     from fleet_train.port import script
+    from fleet_train.port.published import PADDLE
 
     scripts, skipped = script.scripts_in(paths)
     ported, unreadable = _ported(scripts)
@@ -74,7 +75,7 @@ def command(paths: tuple[Path, ...], write: bool, check: bool) -> None:
         else:
             click.echo(script.difference(result), nl=False)
     _list_marks(ported)
-    others = [f"{each.path}: a script for {each.framework}" for each in ported if each.framework not in ("", "Paddle")]
+    others = [f"{each.path}: a script for {each.framework}" for each in ported if each.framework not in ("", PADDLE)]
     notes = [f"{each.path}: Python's own characters for {each.replaced}" for each in ported if each.replaced]
     for note in (*notes, *(f"skipped {each}" for each in (*skipped, *others))):
         click.echo(printable(note), err=True)
@@ -82,7 +83,7 @@ def command(paths: tuple[Path, ...], write: bool, check: bool) -> None:
         raise ConversionError(unreadable[0])
     for problem in unreadable:
         click.echo(printable(f"skipped {problem}"), err=True)
-    if others and not any(each.framework == "Paddle" for each in ported):
+    if others and not any(each.framework == PADDLE for each in ported):
         raise ConversionError(
             f"{others[0]}; port translates none: it rewrites those for Paddle, whose static programs fleet_train "
             f"trains. {GUIDE} has what takes the place of lines of PyTorch's DDP, Apex, Horovod and DALI"

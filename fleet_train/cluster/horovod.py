@@ -55,14 +55,15 @@ def exchange(own: str | None, environ: Mapping[str, str], timeout_seconds: float
         raise ClusterError(
             f"{ENGINE} started this process without {_ADDRESS} and {_PORT}, where its ranks find rank 0; {_FIX}"
         )
-    until, value = time.monotonic() + timeout_seconds, own or ""
+    until = time.monotonic() + timeout_seconds
     try:
         if own is not None:
             _ask(host, port, "PUT", own)
             atexit.register(_forget, host, port)
+        value = own or _ask(host, port, "GET")
         while not value and time.monotonic() < until:
+            time.sleep(_WAIT_SECONDS)
             value = _ask(host, port, "GET")
-            time.sleep(0 if value else _WAIT_SECONDS)
     except (OSError, http.client.HTTPException) as error:
         raise ClusterError(f"{_server(host, port)} does not answer ({error}); {_FIX}") from None
     if not value:

@@ -27,7 +27,8 @@ Described = Mapping[str, tuple[str, list[int], str]]
 """Kind, shape and dtype by name."""
 
 PARAMETER, OPTIMIZER, PASS = "parameter", "optimizer", "pass"
-"""Kinds: parameters and batch-norm statistics; the optimizer's state; what a pass, or a guard around it, added."""
+"""Kinds: parameters and batch-norm statistics; the optimizer's state, LookAhead's counters, too; what a pass, or a
+guard around it, added."""
 
 PREFIX = "fleet_train/"
 """Names of state saved in addition to the program's tensors; a program that does not need it ignores it."""
@@ -39,6 +40,8 @@ _STEP, _NUMBERS, _ANCHOR, _VELOCITY = (
 _SUMS = re.compile(r".+@gradient_merge")
 _COUNT = re.compile(r".*gradient_merge_count_\d+")
 _LOSS_SCALE = re.compile(r".*loss_scaling(_good_steps|_bad_steps)?_\d+")
+# Paddle makes parameters of whole numbers for them.
+_OF_LOOK_AHEAD = re.compile(r".*lookahead_(k|step)_\d+")
 _OF_THE_TRAINER = re.compile(r".+@average|weight_average_updates|skipped_updates")
 # Equal on every rank by construction: a mean over ranks could change their last bit. Sums are each rank's own.
 _NOT_AVERAGED = re.compile(rf".*learning_rate_\d+|.+_pow_acc_\d+|{_SUMS.pattern}|{_LOSS_SCALE.pattern}")
@@ -176,7 +179,7 @@ def kind_of(name: str, is_parameter: bool) -> str:
     """The kind of a variable: parameter, optimizer, or pass."""
     if not is_parameter and any(pattern.fullmatch(name) for pattern in (_SUMS, _COUNT, _LOSS_SCALE, _OF_THE_TRAINER)):
         return PASS
-    return PARAMETER if is_parameter else OPTIMIZER
+    return PARAMETER if is_parameter and not _OF_LOOK_AHEAD.fullmatch(name) else OPTIMIZER
 
 
 def float_values(array: Array) -> Array:
@@ -273,9 +276,9 @@ def fit(saved: Described, ours: Described, source: str) -> tuple[list[str], list
 
 def fitting_parameters(saved: SavedState, ours: Described, source: str) -> tuple[SavedState, list[str]]:
     """The saved parameters and statistics that the program has with the same shape and dtype, and notes to the user
-    that list all others. Whole numbers are none: LookAhead's counters are such. CheckpointError if there is none."""
+    that list all others. Raises CheckpointError if there is none."""
     theirs, own = (
-        {name: (shape, dtype) for name, (kind, shape, dtype) in each.items() if kind == PARAMETER and _is_float(dtype)}
+        {name: (shape, dtype) for name, (kind, shape, dtype) in each.items() if kind == PARAMETER}
         for each in (saved.describe(), ours)
     )
     same = [name for name in own if theirs.get(name) == own[name]]
@@ -297,18 +300,13 @@ def fitting_parameters(saved: SavedState, ours: Described, source: str) -> tuple
     return SavedState({name: saved.arrays[name] for name in same}, dict.fromkeys(same, PARAMETER)), notes
 
 
-def _is_float(dtype: str) -> bool:
-    return dtype.startswith("float") or dtype == _BFLOAT16
-
-
 def _listed(names: list[str], most: int = 20) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def _several(names: list[str]) -> str:
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"'{names[0]}'{more}"
+    return _listed([f"'{name}'" for name in names], 1)
 
 
 _FROZEN = (

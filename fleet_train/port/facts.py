@@ -66,7 +66,6 @@ class Facts:
     """Whether the script imports ``paddle.fluid`` of 1.x, whose programs were static unless a script said otherwise."""
     wraps_optimizer: bool = False
     """Whether the script calls ``distributed_optimizer``, which takes over what is wrapped around an optimizer."""
-    uses_paddle: bool = False
     imported: set[str] = field(default_factory=set)
     is_dynamic: bool = False
     enables_static: bool = False
@@ -202,7 +201,6 @@ class FactFinder(Names, cst.CSTVisitor):
 
     def _imported(self, name: str) -> None:
         self.facts.imported.add(name)
-        self.facts.uses_paddle |= name.split(".")[0] in {"paddle", "fleetx", "fleet_train"}
         self.facts.is_fluid_script |= f"{name}.".startswith(FLUID)
         self.facts.is_fleet_script |= is_fleet(name) or name in ("fleet_train.fleet", "fleet_train.DistributedStrategy")
 

@@ -74,7 +74,9 @@ def _problem(content: bytes) -> SyntaxError | None:
     return None
 
 
+PADDLE = "Paddle"
 _FRAMEWORKS = {
+    PADDLE: "paddle fleetx fleet_train",
     "PyTorch": "torch torchvision apex pytorch_lightning horovod.torch nvidia.dali.plugin.pytorch",
     "TensorFlow": "tensorflow keras horovod.tensorflow horovod.keras nvidia.dali.plugin.tf",
     "MXNet": "mxnet horovod.mxnet nvidia.dali.plugin.mxnet",
@@ -82,7 +84,8 @@ _FRAMEWORKS = {
 
 
 def framework_of(imported: Collection[str]) -> str:
-    """The other framework that a script with these imports (full names) is written for; empty: none is known."""
+    """The framework that a script with these imports (full names) is written for, `PADDLE` if it is one of several;
+    empty: none is known."""
     known = ((each, module) for each, modules in _FRAMEWORKS.items() for module in modules.split())
     return next((each for each, module in known if any(f"{name}.".startswith(f"{module}.") for name in imported)), "")
 
@@ -104,6 +107,7 @@ def after_failure(last_lines: Sequence[str]) -> str:
     if path.stem in ("os", "<frozen os>") and (variable := _OF_OTHERS.fullmatch(error)):
         numbers = "fleet.local_rank(), fleet.worker_index() and fleet.worker_num()"
         return f"{variable[1]} is not set by this launcher: a rank's numbers are {numbers} ({GUIDE})"
+    shown = str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
     why = ""
     if _NO_FLUID.match(error) and not {"site-packages", "dist-packages"} & set(path.parts):
         why = "is written for Paddle 1.x or 2.x, which had paddle.fluid"
@@ -111,8 +115,7 @@ def after_failure(last_lines: Sequence[str]) -> str:
         content, replaced, _ = read(path.read_bytes())
         why = f"has characters of web pages in its code: {replaced}" if replaced else ""
         imported = re.findall(r"^\s*(?:import|from)\s+([\w.]+)", content.decode(errors="replace"), re.MULTILINE)
-        if why and "paddle" not in imported and (framework := framework_of(imported)):
-            return f"{path.name} {why}; and it is written for {framework}: {GUIDE} has what to write for its lines"
-    shown = str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+        if why and (framework := framework_of(imported)) not in ("", PADDLE):
+            return f"{shown} {why}; and it is written for {framework}: {GUIDE} has what to write for its lines"
     command = f"python -m fleet_train port {shlex.quote(shown)}"
     return f"{shown} {why}; {command} shows what to change, and changes it with --write" if why else ""

@@ -62,14 +62,14 @@ def port(content: bytes, path: str) -> Ported:
     wrapper = MetadataWrapper(module)
     finder = FactFinder()
     wrapper.visit(finder)
-    if not finder.facts.uses_paddle and calls.PREFIX.encode() not in content:
-        framework = published.framework_of(finder.facts.imported)
+    framework = published.framework_of(finder.facts.imported)
+    if framework != published.PADDLE and calls.PREFIX.encode() not in content:
         return Ported(path, content, content if framework else readable, (), "" if framework else replaced, framework)
     rewriter = Rewriter(finder.facts)
     ported = with_new_imports(wrapper.visit(rewriter), rewriter.kept, rewriter.needed)
     if _wants_static_mode(finder.facts, ported.code):
         ported = with_static_mode(ported)
-    return Ported(path, content, ported.bytes, tuple(marks_in(path, ported.code)), replaced, "Paddle")
+    return Ported(path, content, ported.bytes, tuple(marks_in(path, ported.code)), replaced, published.PADDLE)
 
 
 def _wants_static_mode(facts: Facts, code: str) -> bool:

@@ -217,7 +217,9 @@ def linear(name: str, inputs: int, outputs: int) -> Any:
 class Classifier:
     """A body with a batch norm below a head; ``classes`` decides the head's shape."""
 
-    def __init__(self, classes: int, seed: int, prefix: str = "", looks_ahead: bool = False, **knobs: Any) -> None:
+    def __init__(
+        self, classes: int, seed: int, prefix: str = "", looks_ahead: bool = False, trains: bool = True, **knobs: Any
+    ) -> None:
         self._main, self._startup, self._scope = paddle.static.Program(), paddle.static.Program(), paddle.static.Scope()
         self._classes = classes
         with paddle.static.program_guard(self._main, self._startup), paddle.utils.unique_name.guard(prefix):
@@ -230,7 +232,8 @@ class Classifier:
             optimizer = paddle.optimizer.Momentum(0.1)
             if looks_ahead:
                 optimizer = paddle.incubate.LookAhead(paddle.optimizer.SGD(0.0), k=3)
-            fleet.distributed_optimizer(optimizer, DistributedStrategy(**knobs)).minimize(loss)
+            if trains:
+                fleet.distributed_optimizer(optimizer, DistributedStrategy(**knobs)).minimize(loss)
         self._exe = paddle.static.Executor(fleet.place())
         self.start()
 
@@ -281,6 +284,8 @@ def parts(folder: Path) -> None:
     slow, slow_saved = Classifier(3, seed=40, looks_ahead=True), folder / "slow"
     slow.train(5)
     slow.save(slow_saved)
+    tested = Classifier(3, seed=45, trains=False)
+    evaluated = len(tested.load(slow_saved))
     fresh = Classifier(4, seed=50, looks_ahead=True)
     fresh.load(slow_saved, partial=True)
     start = fresh.values()
@@ -299,7 +304,7 @@ def parts(folder: Path) -> None:
     fleet.barrier_worker()
     unread = [message_of(lambda: new.load(stock, partial=True)), message_of(lambda: new.load(stock / "net"))]
     report(rank, unread=unread)
-    report(rank, refused=refused, again=again, moved=moved, counted=start["lookahead_step_0"])
+    report(rank, evaluated=evaluated, refused=refused, again=again, moved=moved, counted=start["lookahead_step_0"])
     report(rank, whole=whole, other=other, kept=kept, late=late.values(), missing=message_of(
         lambda: new.load(folder / "nowhere", partial=True)))  # fmt: skip
 
@@ -323,6 +328,7 @@ def test_what_fits_of_a_saved_state_is_loaded_on_all_ranks_and_the_rest_is_liste
     for refused in (*ranks.of_all("refused"), *ranks.of_all("merging")):
         assert "partial=True is for the start of a training, and this one has made steps" in refused
     assert [len(each) for each in ranks.of_all("again")] == [10, 10]
+    assert ranks.of_all("evaluated") == [10, 10], "a program without an optimizer has no use for LookAhead's counters"
     assert ranks.of_all("counted") == [[0], [0]]
     assert ranks.of_all("moved") == [[], []]  # at a learning rate of 0
     assert {each.partition(":")[0] for each in (*ranks.of_all("whole"), *ranks.of_all("other"))} == {"CheckpointError"}

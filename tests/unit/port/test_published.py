@@ -114,6 +114,8 @@ def test_what_cannot_be_read_all_the_same_is_named_with_line_and_character(text:
         ({"tensorflow"}, "TensorFlow"),
         ({"horovod.tensorflow.keras"}, "TensorFlow"),
         ({"mxnet.gluon"}, "MXNet"),
+        ({"torch", "paddle.nn"}, "Paddle"),
+        ({"fleetx", "tensorflow"}, "Paddle"),
         ({"os", "numpy", "torchnothing", "nvidia.dali.ops", "my.torch"}, ""),
         (set(), ""),
     ],
@@ -166,6 +168,8 @@ def test_a_script_with_characters_of_web_pages_is_led_to_port(tmp_path: Path) ->
     script.write_text("import torch\nx = ‘a‘\n")
     said = after_failure(traceback(str(script), error))
     assert said.endswith(f"in line 2; and it is written for PyTorch: {GUIDE} has what to write for its lines")
+    script.write_text("import torch\nimport paddle.nn\nx = ‘a‘\n")
+    assert f"python -m fleet_train port {script} shows" in after_failure(traceback(str(script), error))
     script.write_text("x = = 1\n")
     assert after_failure(traceback(str(script), "SyntaxError: invalid syntax")) == "", "port would not mend it"
     assert after_failure(traceback(str(tmp_path / "gone.py"), error)) == ""
