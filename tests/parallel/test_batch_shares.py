@@ -210,13 +210,13 @@ def too_many_shares() -> None:
 
 # The trainer, a rank of which reads slowly.
 
-MOVES = 3
+MOVES, SLEEP_READING = 3, 0.012
 
 
 def slow_reading(dataset: Any, draws: Any) -> Any:
     """Slow is the last rank, from the epoch `MOVES` on the first one."""
     slow = fleet.worker_num() - 1 if draws.epoch < MOVES else 0
-    time.sleep(0.004 * len(draws.indices) if fleet.worker_index() == slow else 0)
+    time.sleep(SLEEP_READING * len(draws.indices) if fleet.worker_index() == slow else 0)
     return keep(dataset, draws)
 
 

@@ -142,11 +142,11 @@ def test_a_signal_reaches_the_command(far: Far) -> None:
 def test_a_silent_connection_counts_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent, "SILENCE_SECONDS", 0.1)
     began = time.monotonic()
-    with subprocess.Popen(["sleep", "5"], stdout=subprocess.PIPE) as silent:
+    with subprocess.Popen(["sleep", "60"], stdout=subprocess.PIPE) as silent:
         assert silent.stdout is not None
         assert list(agent.messages_from(silent.stdout.fileno())) == []
         silent.kill()
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 50
 
 
 def test_a_changed_file_is_sent_again_and_a_grown_one_goes_on(tmp_path: Path) -> None:
