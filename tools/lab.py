@@ -1,6 +1,7 @@
 """A network lab on one machine: nodes are network namespaces on a bridge, each with a link of limited rate.
 
     python tools/lab.py up --nodes 4 --rate 1gbit
+    python tools/lab.py up --rate 100mbit --rtt 20     # sites that are far from each other: a ping takes 20 ms
     python tools/lab.py exec 0 -- ping -c 1 10.78.0.2
     python tools/lab.py down
 
@@ -36,11 +37,15 @@ DEFAULT_NAME = "lab"
 MAX_NODES = 200
 _SWITCH = "switch"
 _RATE = re.compile(r"[1-9][0-9]*(\.[0-9]+)?[kmg]?bit")
+_NETWORK = re.compile(r"(?P<rate>[^-]+)(?:-(?P<rtt>[0-9]+(?:\.[0-9]+)?)ms)?")
 _NAME = re.compile(r"[a-z0-9][a-z0-9.]{0,30}")
 _OWNED = re.compile(r"pid([0-9]+)\.[0-9a-f]+")
 _STOP_SECONDS = 3.0
-# netem is missing in some kernels; tbf is everywhere. The burst must exceed the 64 KiB that TCP hands over at once.
-_LIMIT = "burst 128kb latency 50ms"
+# netem is missing in some kernels; tbf is everywhere. What passes at once after an idle moment is small, so that 100 kB
+# take 0.9 of their time at the rate or more; it must exceed the piece that TCP hands over at once.
+_LIMIT, _PIECE = "burst 10kb latency 50ms", 8192
+_DISTANCE = Path(__file__).with_name("distance.py")
+_MOST_RTT = 2000.0
 
 
 class LabError(click.ClickException):
@@ -65,18 +70,21 @@ class Node:
 
 class Lab:
     """Nodes 0 .. ``node_num`` - 1 on one switch; what a node sends is limited to ``rate`` (tc's spelling, or "none").
+    ``rtt``: milliseconds that a ping takes from node to node, half of them on each way.
 
     As a context manager it is taken down on leaving, at exit and on SIGTERM, SIGINT, SIGHUP. What ``kill -9`` leaves
     behind is recognised by the process id in its name and removed by the next lab or by ``down``.
     """
 
-    def __init__(self, nodes: int, rate: str = "1gbit", name: str | None = None) -> None:
+    def __init__(self, nodes: int, rate: str = "1gbit", name: str | None = None, rtt: float = 0.0) -> None:
         if not 1 <= nodes <= MAX_NODES:
             raise LabError(f"nodes={nodes}: a lab has 1 to {MAX_NODES} nodes")
         if rate != "none" and not _RATE.fullmatch(rate):
             raise LabError(f"rate={rate!r} is not a rate of tc such as 1gbit, 100mbit, 2.5gbit; 'none' means no limit")
+        if not 0 <= rtt <= _MOST_RTT:
+            raise LabError(f"rtt={rtt:g}: a lab's round trip takes 0 to {_MOST_RTT:g} ms")
         self.name = checked_name(name or f"pid{os.getpid()}.{uuid.uuid4().hex[:6]}")
-        self.rate = rate
+        self.rate, self.rtt = rate, rtt
         self.nodes = [Node(index, f"{PREFIX}{self.name}-{index}") for index in range(nodes)]
 
     def up(self) -> None:
@@ -86,7 +94,8 @@ class Lab:
         if found := namespaces(self.name):
             raise LabError(f"a lab '{self.name}' is up already ({len(found)} namespaces): down --name {self.name}")
         try:
-            self._make_switch()
+            _make_namespace(self.switch)
+            (self._make_distance if self.rtt else self._make_switch)()
             for node in self.nodes:
                 self._make_node(node)
         except BaseException:
@@ -101,7 +110,9 @@ class Lab:
         return _processes([self.nodes[node].namespace])
 
     def set_link(self, node: int, state: str) -> None:
-        """Take a node's link to the switch ``down``, or bring it ``up``."""
+        """Take a node's link to the switch ``down``, or bring it ``up``. Raises LabError where the lab has an rtt."""
+        if self.rtt:
+            raise LabError("the links of a lab with an rtt stay up: take a lab without one")
         _run("ip", "-n", self.switch, "link", "set", f"port{node}", state)
 
     def set_hearing(self, node: int, hears: bool) -> None:
@@ -134,8 +145,16 @@ class Lab:
     def switch(self) -> str:
         return f"{PREFIX}{self.name}-{_SWITCH}"
 
+    def _make_distance(self) -> None:
+        command = [sys.executable, str(_DISTANCE), f"{self.rtt / 2e3:g}", *(f"port{node.index}" for node in self.nodes)]
+        within = ["ip", "netns", "exec", self.switch, *command]
+        started = subprocess.Popen(within, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
+        assert started.stdout is not None and started.stderr is not None
+        if started.stdout.readline() != "ready\n":
+            raise LabError(f"the lab's rtt needs taps: {started.stderr.read().strip().splitlines()[-1:]}")
+        os.setpriority(os.PRIO_PROCESS, started.pid, -20)
+
     def _make_switch(self) -> None:
-        _make_namespace(self.switch)
         _run("ip", "-n", self.switch, "link", "add", "br0", "type", "bridge", "forward_delay", "0")
         _run("ip", "-n", self.switch, "link", "set", "br0", "up")
 
@@ -143,13 +162,25 @@ class Lab:
         _make_namespace(node.namespace)
         port, inside = f"port{node.index}", ("-n", node.namespace)
         # Both ends are made inside namespaces: they never appear on the host's own network.
-        peer = ("peer", "name", port, "netns", self.switch)
-        _run("ip", *inside, "link", "add", "eth0", "type", "veth", *peer)
-        _run("ip", "-n", self.switch, "link", "set", port, "master", "br0", "up")
+        if self.rtt:
+            _run("ip", "-n", self.switch, "link", "set", port, "netns", node.namespace, "name", "eth0")
+        else:
+            peer = ("peer", "name", port, "netns", self.switch)
+            _run("ip", *inside, "link", "add", "eth0", "type", "veth", *peer)
+            _run("ip", "-n", self.switch, "link", "set", port, "master", "br0", "up")
         _run("ip", *inside, "addr", "add", f"{node.address}/24", "dev", "eth0")
         _run("ip", *inside, "link", "set", "eth0", "up")
         if self.rate != "none":
+            _run("ip", *inside, "link", "set", "eth0", "gso_max_size", str(_PIECE))
             _run("tc", *inside, *f"qdisc add dev eth0 root tbf rate {self.rate} {_LIMIT}".split())
+
+
+def network_of(word: str) -> tuple[str, float]:
+    """Rate and round trip of ``1gbit``, ``100mbit-20ms``, ``unlimited``. Raises LabError for another form."""
+    found = _NETWORK.fullmatch(word)
+    if found is None:
+        raise LabError(f"network={word!r} is not a rate of tc, or a rate and a ping's milliseconds (100mbit-20ms)")
+    return {"unlimited": "none"}.get(found["rate"], found["rate"]), float(found["rtt"] or 0)
 
 
 def checked_name(name: str) -> str:
@@ -182,10 +213,18 @@ def take_down(name: str) -> int:
     """Kill what runs inside a lab and remove it; returns the number of namespaces, 0 if there was no lab."""
     found = namespaces(name)
     _end_processes(found)
+    deadline = time.monotonic() + _STOP_SECONDS
     for namespace in found:
-        with suppress(LabError):  # another process removed it first
-            _run("ip", "netns", "delete", namespace)
+        while not _delete(namespace) and namespace in namespaces(name) and time.monotonic() < deadline:
+            time.sleep(0.05)  # its name is in use: another process looks at it, or has copied the list of mounts
     return len(found)
+
+
+def _delete(namespace: str) -> bool:
+    with suppress(LabError):
+        _run("ip", "netns", "delete", namespace)
+        return True
+    return False
 
 
 def take_down_leftovers() -> list[str]:
@@ -252,10 +291,11 @@ def main() -> None:
 @main.command("up")
 @click.option("--nodes", default=2, show_default=True, help="Number of emulated machines.")
 @click.option("--rate", default="1gbit", show_default=True, help="Rate limit of each node, as tc spells it; or none.")
+@click.option("--rtt", default=0.0, show_default=True, help="Milliseconds of a ping between two machines.")
 @_name_option
-def up_command(nodes: int, rate: str, name: str) -> None:
+def up_command(nodes: int, rate: str, rtt: float, name: str) -> None:
     """Make a lab and leave it up."""
-    lab = Lab(nodes, rate, name)
+    lab = Lab(nodes, rate, name, rtt)
     lab.up()
     for node in lab.nodes:
         click.echo(f"node {node.index}  {node.address}  {node.namespace}  {rate}")

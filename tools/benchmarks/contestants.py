@@ -1,4 +1,5 @@
-"""Who takes part in the benchmark of strategies: ours, stock Paddle, PyTorch, Horovod, and ranks that send nothing."""
+"""Who takes part in the benchmark of strategies: ours, stock Paddle, PyTorch, torchft, Horovod, and ranks that send
+nothing."""
 
 from __future__ import annotations
 
@@ -11,8 +12,11 @@ from fleet_train.compression.powersgd.description import powersgd_settings
 from fleet_train.errors import FleetTrainError
 from fleet_train.profile import Profile, load_profile
 
-OURS, PADDLE, TORCH, HOROVOD, ALONE = KINDS = ("ours", "paddle", "torch", "horovod", "alone")
+OURS, PADDLE, TORCH, TORCHFT, HOROVOD, ALONE = KINDS = ("ours", "paddle", "torch", "torchft", "horovod", "alone")
 DDP, BF16, POWERSGD, POST_LOCAL_SGD = "ddp", "bf16", "powersgd", "post_local_sgd"
+# DDP whose embeddings have sparse gradients, with the optimizer for them.
+SPARSE = "sparse"
+DILOCO = "diloco"
 # Stock Paddle: `paddle.DataParallel` in dynamic mode, and stock Fleet's static programs.
 DATA_PARALLEL, FLEET = STOCK = ("data_parallel", "fleet")
 # It trains on GPUs only (Paddle 3.3); it takes part so that records say so, and notice when it does.
@@ -25,13 +29,16 @@ NOTHING, AVERAGE_ONCE = f"{ALONE}:{OURS}", "average once"
 CATALOGUE = """
 multi_node bf16_compression int8_compression int4_compression powersgd local_sgd diloco streaming_diloco
 """.split()
-# The lines of a picture, at most eight, chosen before any record was made.
+# The best rivals of a kind, found in each record: the fastest of DDP's settings; of those that compress, and of those that
+# train locally, the first at the middle target.
+COMPRESSED, LOCAL = "the best compressed rival", "the best local rival"
+# The lines of a picture and of README's table, chosen before any record was made.
 PICTURED = (
-    NOTHING, AVERAGE_ONCE, f"{PADDLE}:{DATA_PARALLEL}", REFERENCE, f"{OURS}:multi_node", f"{OURS}:int8_compression",
-    f"{OURS}:local_sgd", f"{OURS}:streaming_diloco",
+    NOTHING, AVERAGE_ONCE, f"{PADDLE}:{DATA_PARALLEL}", REFERENCE, f"{OURS}:multi_node", COMPRESSED,
+    f"{OURS}:int8_compression", LOCAL, f"{OURS}:streaming_diloco",
 )  # fmt: skip
 _FORM = re.compile(
-    r"(?:(?P<plain>ddp|bf16)(?:_(?P<bucket>[1-9][0-9]*)(?P<unit>kb|mb))?"
+    r"(?:(?P<plain>ddp|bf16|sparse)(?:_(?P<bucket>[1-9][0-9]*)(?P<unit>kb|mb))?"
     r"|(?P<starting>powersgd|post_local_sgd)_(?P<number>[1-9][0-9]*)_from_(?P<start>[0-9]+))"
 )
 
@@ -53,7 +60,7 @@ class Hook:
         found = _FORM.fullmatch(variant)
         if found is None:
             raise ValueError(
-                f"torch:{variant}: PyTorch takes part as ddp, ddp_4mb, ddp_256kb, bf16, bf16_4mb, "
+                f"torch:{variant}: PyTorch takes part as ddp, ddp_4mb, ddp_256kb, bf16, bf16_4mb, sparse, "
                 "powersgd_1_from_100, post_local_sgd_8_from_100"
             )
         if found["plain"]:
@@ -64,11 +71,41 @@ class Hook:
     @property
     def family(self) -> str:
         """The kind, regardless of buckets and start: ``ddp``, ``bf16``, ``powersgd_1``, ``post_local_sgd_8``."""
+        if self.kind == SPARSE:
+            return DDP
         return f"{self.kind}_{self.number}" if self.kind in (POWERSGD, POST_LOCAL_SGD) else self.kind
 
     def rhythm(self) -> dict[str, int]:
         """Warm-up steps, and the period with which steps repeat after them, as for our profiles."""
         return {"settles_after": self.start, "period_steps": self.number if self.kind == POST_LOCAL_SGD else 1}
+
+
+@dataclass(frozen=True)
+class DiLoCo:
+    """torchft's (Streaming) DiLoCo: a fragment is averaged every ``steps / fragments`` steps, and ``delay`` steps are
+    computed meanwhile; SGD with Nesterov momentum outside."""
+
+    steps: int
+    fragments: int
+    delay: int
+    outer_lr: float
+    outer_momentum: float
+
+    @staticmethod
+    def of(variant: str) -> DiLoCo:
+        """Parse ``diloco_30_3_5_0.7_0.5``. Raises ValueError with what is accepted."""
+        name, *words = variant.split("_")
+        if name != DILOCO or len(words) != 5:
+            raise ValueError(f"torchft:{variant}: torchft takes part as diloco_STEPS_FRAGMENTS_DELAY_LR_MOMENTUM")
+        return DiLoCo(*map(int, words[:3]), *map(float, words[3:]))
+
+    @property
+    def variant(self) -> str:
+        return f"{DILOCO}_{self.steps}_{self.fragments}_{self.delay}_{self.outer_lr:g}_{self.outer_momentum:g}"
+
+    def rhythm(self) -> dict[str, int]:
+        """As `Hook.rhythm`."""
+        return {"settles_after": 0, "period_steps": self.steps}
 
 
 @dataclass(frozen=True)
@@ -86,11 +123,20 @@ class Contestant:
     @property
     def baseline(self) -> str:
         """The compute-only contestant of the same framework."""
-        return f"{ALONE}:{TORCH if self.kind == HOROVOD else self.variant if self.kind == ALONE else self.kind}"
+        kind = TORCH if self.kind in (HOROVOD, TORCHFT) else self.kind
+        return f"{ALONE}:{self.variant if kind == ALONE else kind}"
 
     @property
     def needs_torch(self) -> bool:
         return self.baseline == f"{ALONE}:{TORCH}"
+
+    @property
+    def rival_kind(self) -> str | None:
+        """`COMPRESSED` or `LOCAL` for rivals that are of that kind."""
+        if self.kind == TORCHFT:
+            return LOCAL
+        hook = Hook.of(self.variant).kind if self.kind == TORCH else ""
+        return {BF16: COMPRESSED, POWERSGD: COMPRESSED, POST_LOCAL_SGD: LOCAL}.get(hook)
 
     @property
     def is_own_file(self) -> bool:
@@ -106,8 +152,8 @@ def parse(text: str) -> Contestant:
     accepted: Mapping[str, Sequence[str]] = {ALONE: (OURS, PADDLE, TORCH), PADDLE: STOCK, HOROVOD: (DDP,)}
     if kind in accepted and variant not in accepted[kind]:
         raise ValueError(f"contestant {text!r}: {kind} takes {' or '.join(accepted[kind])}")
-    if kind == TORCH:
-        Hook.of(variant)
+    if kind in (TORCH, TORCHFT):
+        (Hook if kind == TORCH else DiLoCo).of(variant)
     return Contestant(kind, variant)
 
 
@@ -119,29 +165,35 @@ def with_baselines(words: Sequence[str]) -> list[Contestant]:
     return [parse(name) for name in names]
 
 
-def rivals_of(profiles: Sequence[Profile], bucket: str) -> list[str]:
+def rivals_of(profiles: Sequence[Profile], bucket: str, has_tables: bool = False) -> list[str]:
     """Stock Paddle's two ways; PyTorch's DDP and its bfloat16 hook, each in two bucket sizes, and PowerSGD and
-    post-local SGD of our rank or period that begin where ours begin; Horovod."""
-    twins = []
+    post-local SGD of our rank or period that begin where ours begin; torchft's DiLoCo with our periods, fragments and
+    outer steps, and with the momentum of its paper; Horovod. ``has_tables``: also DDP with sparse gradients."""
+    twins = [f"{TORCH}:{SPARSE}"] if has_tables else []
     for each in profiles:
         if each.use_local_sgd and each.outer_optimizer == "none":
-            twins.append(f"torch:post_local_sgd_{each.local_sgd_steps}_from_{each.local_sgd_is_warm_steps}")
+            twins.append(f"{TORCH}:post_local_sgd_{each.local_sgd_steps}_from_{each.local_sgd_is_warm_steps}")
+        elif each.use_local_sgd and each.outer_optimizer == DILOCO:
+            period = (each.local_sgd_steps, each.local_sgd_fragments, each.local_sgd_overlap_steps, each.outer_lr)
+            momenta = dict.fromkeys((each.outer_momentum, 0.9))
+            twins += [f"{TORCHFT}:{DiLoCo(*period, momentum).variant}" for momentum in momenta]
         elif each.compression == "powersgd" and not each.use_local_sgd:
             settings = powersgd_settings(each)
-            twins.append(f"torch:powersgd_{settings.rank}_from_{settings.start_step}")
-    plain = [f"torch:{kind}{size}" for kind in (DDP, BF16) for size in ("", f"_{bucket}")]
+            twins.append(f"{TORCH}:powersgd_{settings.rank}_from_{settings.start_step}")
+    plain = [f"{TORCH}:{kind}{size}" for kind in (DDP, BF16) for size in ("", f"_{bucket}")]
     return list(dict.fromkeys([*(f"{PADDLE}:{way}" for way in STOCK), *plain, *twins, f"{HOROVOD}:{DDP}"]))
 
 
-def chosen_contestants(ours: Sequence[str], rivals: str, bucket: str) -> list[Contestant]:
+def chosen_contestants(ours: Sequence[str], rivals: str, bucket: str, has_tables: bool = False) -> list[Contestant]:
     """The contestants that the words name, after compute-only runs. Raises ValueError for an unknown name.
 
-    ``rivals``: default, none, or names separated by commas; ``bucket``: of DDP's second size."""
+    ``rivals``: default, none, or names separated by commas; ``bucket``: of DDP's second size; ``has_tables``: whether
+    the network has embeddings whose gradients may be sparse."""
     try:
         profiles = [load_profile(name) for name in ours]
     except FleetTrainError as error:
         raise ValueError(str(error)) from None
-    listed = {"default": rivals_of(profiles, bucket), "none": []}.get(rivals, rivals.split(","))
+    listed = {"default": rivals_of(profiles, bucket, has_tables), "none": []}.get(rivals, rivals.split(","))
     return with_baselines([*(f"{OURS}:{name}" for name in ours), *listed])
 
 

@@ -252,7 +252,8 @@ class PaddleTrainee:
 class TorchTrainee:
     """PyTorch with sparse gradients of embeddings: under DDP, under Horovod, or alone.
 
-    Its Adam is two optimizers: SparseAdam for tables, which moves the touched rows only, and Adam for the rest.
+    Its Adam is two optimizers: SparseAdam for tables, which moves the touched rows only, and the fused Adam for
+    the rest.
     """
 
     def __init__(self, assignment: Assignment, rank: int) -> None:
@@ -271,8 +272,8 @@ class TorchTrainee:
         if assignment.optimizer == SGD:
             self._optimizers: list[Any] = [torch.optim.SGD(every, lr=rate)]
         else:
-            kinds = [(torch.optim.SparseAdam, tables), (torch.optim.Adam, others)]
-            self._optimizers = [kind(own, lr=rate, eps=EPSILON) for kind, own in kinds]
+            fused = torch.optim.Adam(others, lr=rate, eps=EPSILON, fused=True)
+            self._optimizers = [torch.optim.SparseAdam(tables, lr=rate, eps=EPSILON), fused]
         if assignment.kind == TORCH:
             torch.distributed.init_process_group("gloo")  # MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE
             self._model = torch.nn.parallel.DistributedDataParallel(self._model)

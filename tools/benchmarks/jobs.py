@@ -135,7 +135,7 @@ def _environment(contestant: Contestant, place: Place, rank: int, local_rank: in
             "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
             "PADDLE_DISTRI_BACKEND": "gloo",
         }
-    added |= {"MASTER_ADDR": addresses[0], "MASTER_PORT": str(place.port)}
+    added |= {"MASTER_ADDR": addresses[0], "MASTER_PORT": str(place.port), "BENCH_ADDRESS": addresses[rank]}
     return added | {"RANK": str(rank), "WORLD_SIZE": str(len(addresses)), "LOCAL_RANK": str(local_rank)}
 
 

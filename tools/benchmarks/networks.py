@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.benchmarks.tasks import BYTES, CLICKS, CONTEXT, FIELD_IDS, FIELDS, Task
+from tools.benchmarks.tasks import BYTES, CLICKS, CONTEXT, FIELD_IDS, FIELDS, VOCABULARY, Task
 
 Weights = list[NDArray[np.float32]]
 EPSILON = 1e-5
-CLASSES, VOCABULARY = 10, 256
+CLASSES = 10
 # The language model: its width, heads, and blocks. DeepFM: how wide a row of its table of factors is, and its layers.
 WIDTH, HEADS, DEPTH = 96, 3, 2
 FACTORS, HIDDEN = 8, (64, 32)
@@ -94,8 +94,8 @@ class PaddleKit(Kit):
         self.nn: Any = paddle.nn
         self.base, self.relu = paddle.nn.Layer, paddle.nn.functional.relu
         self.pool, self.layers = paddle.nn.AdaptiveAvgPool2D(1), paddle.nn.LayerList
-        self.softmax, self.permute = paddle.nn.functional.softmax, paddle.transpose
-        self.upper = lambda size, value: paddle.triu(paddle.full([size, size], value), 1)
+        self.gelu, attention = paddle.nn.functional.gelu, paddle.nn.functional.scaled_dot_product_attention
+        self.attention = lambda *stacks: attention(*stacks, is_causal=True)
 
         def attribute(value: NDArray[np.float32]) -> Any:
             place = next(place for place, each in enumerate(self.start) if each is value)
@@ -128,14 +128,17 @@ class PaddleKit(Kit):
 
 
 class TorchKit(Kit):
-    def __init__(self, seed: int) -> None:
+    """``has_sparse_tables``: whether gradients of embeddings are sparse."""
+
+    def __init__(self, seed: int, has_sparse_tables: bool = False) -> None:
         super().__init__(seed)
         import torch
 
         self._torch, self.nn, self.base, self.relu = torch, torch.nn, torch.nn.Module, torch.relu
+        self._has_sparse_tables = has_sparse_tables
         self.pool, self.layers = torch.nn.AdaptiveAvgPool2d(1), torch.nn.ModuleList
-        self.softmax, self.permute = torch.nn.functional.softmax, torch.permute
-        self.upper = lambda size, value: torch.full((size, size), value).triu(1)
+        self.gelu, attention = torch.nn.functional.gelu, torch.nn.functional.scaled_dot_product_attention
+        self.attention = lambda *stacks: attention(*(each.transpose(1, 2) for each in stacks), is_causal=True).transpose(1, 2)
 
     def _with(self, layer: Any, *values: NDArray[np.float32]) -> Any:
         for parameter, value in zip(layer.parameters(), values, strict=True):
@@ -147,7 +150,8 @@ class TorchKit(Kit):
         return self._with(self.nn.Linear(inputs, outputs, bias=has_bias), matrix.T, *bias)
 
     def embedding(self, rows: int, width: int, spread: float) -> Any:
-        return self._with(self.nn.Embedding(rows, width), self._drawn(rows, width, spread=spread))
+        table = self.nn.Embedding(rows, width, sparse=self._has_sparse_tables)
+        return self._with(table, self._drawn(rows, width, spread=spread))
 
     def norm(self, size: int) -> Any:
         return self._with(self.nn.LayerNorm(size, EPSILON), *self._of_norm(size))
@@ -164,44 +168,34 @@ def build(task: Task, kit: Any) -> Any:
 
 
 def _language_model(kit: Any) -> Any:
-    """A transformer with norms before attention and layers (arXiv 1706.03762, 2002.04745): bytes [batch, CONTEXT] to
-    logits [batch * CONTEXT, 256] of the bytes that follow them. Its linear layers have no biases: their gradients take
-    Paddle longer than the products."""
-
-    def matrix(inputs: int, outputs: int) -> Any:
-        return kit.linear(inputs, outputs, 0.02, has_bias=False)
+    """A transformer with norms before attention and layers (arXiv 1706.03762, 2002.04745), with biases, on stacks
+    [batch, CONTEXT, WIDTH]: bytes [batch, CONTEXT] to logits [batch, CONTEXT, 256] of the bytes that follow them."""
 
     class Block(kit.base):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.first = kit.norm(WIDTH)
-            self.queries, self.keys, self.values, self.out = (matrix(WIDTH, WIDTH) for _ in range(4))
-            self.second, self.up, self.down = kit.norm(WIDTH), matrix(WIDTH, 4 * WIDTH), matrix(4 * WIDTH, WIDTH)
+            self.first, self.qkv = kit.norm(WIDTH), kit.linear(WIDTH, 3 * WIDTH, 0.02)
+            self.out = kit.linear(WIDTH, WIDTH, 0.02)
+            self.second, self.up = kit.norm(WIDTH), kit.linear(WIDTH, 4 * WIDTH, 0.02)
+            self.down = kit.linear(4 * WIDTH, WIDTH, 0.02)
 
-        def of_heads(self, hidden: Any) -> Any:
-            return kit.permute(hidden.reshape([-1, CONTEXT, HEADS, WIDTH // HEADS]), [0, 2, 1, 3])
-
-        def forward(self, hidden: Any, mask: Any) -> Any:
-            normed = self.first(hidden)
-            keys, values = self.of_heads(self.keys(normed)), self.of_heads(self.values(normed))
-            scores = self.of_heads(self.queries(normed)) @ kit.permute(keys, [0, 1, 3, 2])
-            mixed = kit.softmax(scores * (WIDTH // HEADS) ** -0.5 + mask, -1) @ values
-            hidden = hidden + self.out(kit.permute(mixed, [0, 2, 1, 3]).reshape([-1, WIDTH]))
-            return hidden + self.down(kit.relu(self.up(self.second(hidden))))
+        def forward(self, hidden: Any) -> Any:
+            stacked = self.qkv(self.first(hidden)).reshape([-1, CONTEXT, 3, HEADS, WIDTH // HEADS])
+            mixed = kit.attention(stacked[:, :, 0], stacked[:, :, 1], stacked[:, :, 2])
+            hidden = hidden + self.out(mixed.reshape([-1, CONTEXT, WIDTH]))
+            return hidden + self.down(kit.gelu(self.up(self.second(hidden))))
 
     class LanguageModel(kit.base):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.bytes, self.places = kit.embedding(VOCABULARY, WIDTH, 0.02), kit.embedding(CONTEXT, WIDTH, 0.02)
             self.blocks = kit.layers([Block() for _ in range(DEPTH)])
-            self.norm, self.out = kit.norm(WIDTH), matrix(WIDTH, VOCABULARY)
+            self.norm, self.out = kit.norm(WIDTH), kit.linear(WIDTH, VOCABULARY, 0.02)
 
         def forward(self, inputs: Any) -> Any:
-            # Paddle's products of matrices take half the time of those of stacks.
-            hidden = (self.bytes(inputs) + self.places.weight).reshape([-1, WIDTH])
-            mask = kit.upper(CONTEXT, -1e9)
+            hidden = self.bytes(inputs) + self.places.weight
             for block in self.blocks:
-                hidden = block(hidden, mask)
+                hidden = block(hidden)
             return self.out(self.norm(hidden))
 
     return LanguageModel()

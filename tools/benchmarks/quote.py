@@ -30,8 +30,8 @@ from fleet_train.profile import Profile, load_profile, profile_names
 from fleet_train.profile.catalogue import MEASURED
 from tools.benchmarks.contestants import ALONE, AVERAGE_ONCE, NOTHING, OURS, PICTURED, REFERENCE, parse
 from tools.benchmarks.labs import rows_of
-from tools.benchmarks.record import ROOT, Record, all_records, quotable, table
-from tools.benchmarks.report import Mean, ddp_of, score_of, told_target, turns_of
+from tools.benchmarks.record import ROOT, Record, all_records, network_named, quotable, table
+from tools.benchmarks.report import Mean, paired, score_of, shown, told_target
 
 PAGES = {
     "README.md": "docs/benchmarks/",
@@ -51,7 +51,7 @@ def line(record: Record, name: str) -> str:
     """One contestant's figures as a line of a profile's ``measured`` section."""
     content, figures = record.content, record.content["summary"][name]
     lab, score = content["lab"], score_of(content)
-    rate = "an unlimited link" if lab["rate"] == "none" else lab["rate"]
+    rate = "an unlimited link" if lab["rate"] == "none" else network_named(lab)
     parts = [
         f"{record.circumstances['date'][:10]}, {content['task']['name']}, {lab['nodes']} nodes x "
         f"{lab['ranks_per_node']} on {rate}, CPU, {len(figures['steps_ms'])} seeds",
@@ -60,8 +60,9 @@ def line(record: Record, name: str) -> str:
     ]
     if score and figures.get("at_equal_steps"):
         mean = Mean(**figures["at_equal_steps"]).told(score.digits)
+        middle = figures["targets"][1]
         parts += [f"{score.name} {mean} after {content['task']['steps']} steps",
-                  f"{score.target:g} {_after(told_target(figures))}"]  # fmt: skip
+                  f"{middle['target']:g} {_after(told_target(middle, len(figures['steps_ms'])))}"]  # fmt: skip
     return f"{'; '.join(parts)}; {record.source}"
 
 
@@ -70,9 +71,9 @@ def _after(told: str) -> str:
 
 
 def _than(figures: Mapping[str, Any]) -> str:
-    told = [f"{figures['ratio']:.2f} of PyTorch DDP's best"] if figures["ratio"] else []
+    told = [f"{figures['ratio']['value']:.2f} of PyTorch DDP's best"] if figures["ratio"] else []
     if figures["twin"] and figures["over_twin"] and not figures["twin"].startswith(REFERENCE):
-        told.append(f"{figures['over_twin']:.2f} of {figures['twin']}'s")
+        told.append(f"{figures['over_twin']['value']:.2f} of {figures['twin']}'s")
     whole = [] if figures["whole_periods"] else ["less than its own start and one period"]
     return f" ({', '.join(told + whole)})" if told or whole else ""
 
@@ -92,20 +93,21 @@ def _block(settings: str, records: Sequence[Record]) -> str:
     lines = figures_of(newest.content, is_short)
     name = newest.path.stem
     scores = "the score over time, and " if score_of(newest.content) else ""
-    shown = f"![{words['task']}: {scores}a step's milliseconds](benchmarks/{name}.svg)"
-    return "\n".join(["", *lines, "", shown, *([] if is_short else [""]), _told(newest), "", ""])
+    picture = f"![{words['task']}: {scores}a step's milliseconds](benchmarks/{name}.svg)"
+    return "\n".join(["", *lines, "", picture, *([] if is_short else [""]), _told(newest), "", ""])
 
 
 def figures_of(content: Mapping[str, Any], is_short: bool) -> list[str]:
     """The lines of a page's table."""
-    score, best = score_of(content), ddp_of(turns_of(content)) or REFERENCE
-    headings = ["trained with", "step ms", "/ best DDP", "kB per step"]
+    score = score_of(content)
+    headings = ["trained with", "step ms", "exposed ms", "/ best DDP", "kB per step"]
     if score:
-        headings += [f"{score.name} after {content['task']['steps']} steps", "at equal time", f"s to {score.target:g}"]
-    shown = [best if each == REFERENCE else each for each in PICTURED] if is_short else list(content["summary"])
+        headings += [f"{score.name} after {content['task']['steps']} steps", "at equal time"]
+        headings += [f"s to {target:g}" for target in score.targets]
+    names = [shown(each, content) for each in PICTURED] if is_short else list(content["summary"])
     rows = [
         _cells(name, content["summary"][name], score)
-        for name in shown
+        for name in names
         if name in content["summary"] and (name in (NOTHING, AVERAGE_ONCE) or parse(name).kind != ALONE)
     ]
     return table(headings, [row[: len(headings)] for row in rows])
@@ -113,16 +115,19 @@ def figures_of(content: Mapping[str, Any], is_short: bool) -> list[str]:
 
 def _cells(name: str, figures: Mapping[str, Any], score: Any) -> list[str]:
     is_alone = name in (NOTHING, AVERAGE_ONCE)
+    exposed, ratio = paired(figures["exposed_ms"]), paired(figures["ratio"])
     cells = [
-        {NOTHING: "alone: nothing is sent"}.get(name, name if is_alone else f"`{name.removeprefix(f'{OURS}:')}`"),
+        {NOTHING: "each rank alone"}.get(name, name if is_alone else f"`{name.removeprefix(f'{OURS}:')}`"),
         f"{figures['step_ms']:.1f}",
-        "" if figures["ratio"] is None else f"{figures['ratio']:.2f}",
+        "" if exposed is None else f"{exposed.value:.1f}",
+        "" if ratio is None else ratio.told(2),
         "" if is_alone else f"{figures['sent_bytes'] / 1e3:,.1f}",
     ]
     if score is None:
         return cells
     means = [Mean(**figures[key]) if figures.get(key) else None for key in ("at_equal_steps", "at_equal_time")]
-    return [*cells, *("" if each is None else each.told(score.digits) for each in means), told_target(figures)]
+    cells += ["" if each is None else each.told(score.digits) for each in means]
+    return [*cells, *(told_target(each, len(figures["steps_ms"])) for each in figures["targets"])]
 
 
 def _told(record: Record) -> str:

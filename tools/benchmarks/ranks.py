@@ -122,9 +122,9 @@ def run(trainee: Trainee, assignment: Assignment) -> None:
     batches = [Batches(task, rank, ranks).at(step) for step in range(task.steps)]
     # Memory for the copies is taken and touched before the training: a copy that takes what the step has just freed
     # makes the next step touch new pages, which costs as much as the step itself.
-    steps = [] if task.score is None else [*range(task.evaluate_every, task.steps, task.evaluate_every), task.steps]
-    kept = {step: [np.array(value) for value in trainee.weights()] for step in steps}
     facts = trainee.facts()
+    steps = task.evaluated_at(facts.get("period_steps", 1))
+    kept = {step: [np.array(value) for value in trainee.weights()] for step in steps}
     window = window_of(facts, task.warmup_steps, task.steps)
     seconds, after, paused = [], [0], 0.0
     wait_for_all(folder, ranks, rank, 1, assignment.timeout_seconds)

@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from fleet_train.files import publish_where_linked
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "benchmarks"
-_PACKAGES = ("paddlepaddle", "torch", "numpy", "scikit-learn")
+_PACKAGES = ("paddlepaddle", "torch", "torchft", "horovod", "ray", "numpy", "scikit-learn")
 
 
 def circumstances() -> dict[str, Any]:
@@ -104,14 +103,14 @@ class Keep:
 
 def differences(there: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
     """Why rounds of two records are not comparable: other settings (all but what is empty in ``mine``, which grows with
-    the rounds), another processor, other code."""
+    the rounds), another processor, another commit."""
     mine = {name: value for name, value in json.loads(json.dumps(mine)).items() if value not in ([], {})}
     then, at = there["circumstances"], mine.pop("circumstances")
     differing = [f"{key}: {there.get(key)} there, {mine[key]} now" for key in mine if there.get(key) != mine[key]]
     if then["processor"] != at["processor"]:
         differing.append(f"processor: {then['processor']} there, {at['processor']} now")
-    if not same_code(then["commit"], at["commit"]):
-        differing.append(f"what its rounds run has changed since its commit {then['commit'][:10]}")
+    if then["commit"] != at["commit"]:
+        differing.append(f"commit: {then['commit'][:10]} there, {at['commit'][:10]} now (git worktree add has it)")
     return differing
 
 
@@ -150,6 +149,11 @@ def recorded(rounds: int = 0, of_rounds: str = "") -> Callable[[Callable[..., No
     return decorated
 
 
+def network_named(lab: Mapping[str, Any]) -> str:
+    """``1gbit``, ``100mbit-20ms`` or ``none``."""
+    return str(lab["rate"]) + (f"-{lab['rtt']:g}ms" if lab.get("rtt") else "")
+
+
 @dataclass(frozen=True)
 class Record:
     """One ``.json`` of docs/benchmarks."""
@@ -180,9 +184,9 @@ class Record:
 
     @property
     def setting(self) -> tuple[str, str, int, int]:
-        """Task, rate, nodes, ranks per node: newer figures of the same setting replace older ones."""
+        """Task, network, nodes, ranks per node: newer figures of the same setting replace older ones."""
         lab = self.content["lab"]
-        return self.content["task"]["name"], lab["rate"], lab["nodes"], lab["ranks_per_node"]
+        return self.content["task"]["name"], network_named(lab), lab["nodes"], lab["ranks_per_node"]
 
     def why_not_quoted(self) -> str | None:
         """Why its figures may not be quoted in profiles and pages; None if they may."""
@@ -205,12 +209,9 @@ def quotable(folder: Path = FOLDER) -> list[Record]:
     return sorted(found, key=lambda each: str(each.circumstances["date"]), reverse=True)
 
 
-# What the turns of a record run.
+# What the turns of a record run, and may therefore change a number.
 _MODULES = "contestants jobs networks ranks stand_ins tasks trainees".split()
-_RUN = ("fleet_train", "strategies/*.yaml", "tools/lab.py", *(f"tools/benchmarks/{name}.py" for name in _MODULES))
-
-
-def same_code(one: str, other: str) -> bool:
-    """Whether the code that turns run is the same in two commits; False if one of them is missing."""
-    command = ["git", "diff", "--quiet", one, other, "--", *_RUN]
-    return one == other or subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 0
+RUN = (
+    "fleet_train", "strategies/*.yaml", "requirements.txt", "requirements-bench.txt", "tools/lab.py", "tools/distance.py",
+    *(f"tools/benchmarks/{name}.py" for name in _MODULES),
+)  # fmt: skip

@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from fleet_train import fleet
 from fleet_train.files import publish_where_linked
 from tools.benchmarks.contestants import OURS, TORCH, parse
-from tools.benchmarks.networks import CLASSES, VOCABULARY
+from tools.benchmarks.networks import CLASSES
 from tools.benchmarks.ranks import Assignment
-from tools.benchmarks.tasks import BYTES, CONTEXT, TASKS, Inputs, Task
+from tools.benchmarks.tasks import BYTES, CONTEXT, TASKS, VOCABULARY, Inputs, Task
 from tools.benchmarks.trainees import StaticTrainee, TorchTrainee
 
 if TYPE_CHECKING:

@@ -1,14 +1,15 @@
 """Communication strategies beside PyTorch, Horovod, stock Paddle and ranks that send nothing, on an emulated network.
 
     sudo .venv/bin/python tools/bench.py strategies --task bytes --quick
-    sudo .venv/bin/python tools/bench.py strategies --task bytes --network 100mbit --record docs/benchmarks
+    sudo .venv/bin/python tools/bench.py strategies --task bytes --network 100mbit-20ms --record docs/benchmarks
     sudo .venv/bin/python tools/bench.py strategies --task resnet18 --ours my/profile.yaml --rivals torch:ddp
 
 Trains the same network with every contestant, once per round in turn, and judges the trained parameters on data that
-nobody trained on: at equal steps, at equal time, and by the time to the task's target. The seeds of the rounds follow
-from the commit that last changed a profile, a task or a contestant: nothing was chosen with their results in view.
-The record is written after every turn. A record of that name is continued, up to --rounds, on the same processor and
-code. Needs requirements-bench.txt (CPU PyTorch) and root (tools/lab.py); Horovod takes part where it is installed.
+nobody trained on: at equal steps, at equal time, and by the time to the task's targets. The seeds of the rounds follow
+from the commit that last changed anything that they run: nothing was chosen with their results in view. A turn beside
+which other processes worked does not count, and is taken again when the command is given again. The record is written
+after every turn. A record of that name is continued, up to --rounds, on the same processor and commit. Needs
+requirements-bench.txt (PyTorch, torchft) and root (tools/lab.py); Horovod takes part where it is installed.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from tools.benchmarks.contestants import (
     HOROVOD,
     NOTHING,
     REFUSED,
+    TORCHFT,
     Contestant,
     chosen_contestants,
 )
@@ -41,20 +43,18 @@ from tools.benchmarks.jobs import ERROR, JobFailed, Place, run_contestant
 from tools.benchmarks.networks import described
 from tools.benchmarks.pictures import picture
 from tools.benchmarks.ranks import Assignment
-from tools.benchmarks.record import ROOT, Keep, circumstances, recorded
+from tools.benchmarks.record import ROOT, RUN, Keep, circumstances, recorded
 from tools.benchmarks.report import page, summarised
-from tools.benchmarks.tasks import TASKS, Task, digest
-from tools.lab import Lab
+from tools.benchmarks.tasks import CLICKS, TASKS, Task, digest
+from tools.lab import Lab, network_of
 
 _PORTS_PER_JOB, _FIRST_PORT, _PORT_RANGE = 60, 6200, 24000
 # A contestant that failed so often is left out of later rounds.
 _FAILURES = 2
-# A turn in which other processes take more of a processor is taken again; the quietest of so many counts.
+# A turn in which other processes take more of a processor does not count; it is taken so many times.
 _QUIET, _TAKES = 0.1, 3
 # Ranks that send nothing go on so many times as long; others that compute alone are there for their step times.
 _TIMES_AS_LONG, _STEPS_ALONE = 2, 100
-# What has a knob: the last commit that changed it gives the seeds.
-KNOBS = ("strategies/*.yaml", *(f"tools/benchmarks/{name}.py" for name in ("contestants", "networks", "tasks")))
 
 
 def of_others() -> float:
@@ -66,8 +66,8 @@ def of_others() -> float:
 
 
 def frozen_commit() -> str:
-    """The last commit that changed a knob."""
-    return git(ROOT, "log", "-1", "--format=%H", "--", *KNOBS)
+    """The last commit that changed what turns run."""
+    return git(ROOT, "log", "-1", "--format=%H", "--", *RUN)
 
 
 def seed_of(commit: str, number: int) -> int:
@@ -84,6 +84,7 @@ class Benchmark:
     nodes: int
     ranks_per_node: int
     rate: str
+    rtt: float
     repeats: int
     timeout_seconds: float
     frozen: str = field(default_factory=frozen_commit)
@@ -94,9 +95,10 @@ class Benchmark:
     def run(self, at: Mapping[str, Any], keep: Callable[[], None]) -> None:
         """Every contestant once per round; ``keep`` writes the record after every turn. ``at``: circumstances."""
         self.sittings.append({**at, "load_average_after": None, "rounds": []})
-        with Lab(self.nodes, self.rate) as lab, tempfile.TemporaryDirectory(prefix="bench_strategies_") as folder:
+        lab_of = Lab(self.nodes, self.rate, rtt=self.rtt)
+        with lab_of as lab, tempfile.TemporaryDirectory(prefix="bench_strategies_") as folder:
             for turn, (number, contestant) in enumerate(tqdm(self.turns(), unit="turn", disable=None)):
-                if not self._has_failed_often(contestant.name):
+                if not self.has_failed_often(contestant.name):
                     place = Place(lab, self.ranks_per_node, _FIRST_PORT + _PORTS_PER_JOB * turn % _PORT_RANGE)
                     with tempfile.TemporaryDirectory(dir=folder) as own:
                         self._take_turn(contestant, number, place, Path(own))
@@ -113,19 +115,21 @@ class Benchmark:
 
     def whole_rounds(self) -> int:
         """The number of rounds in which every contestant has finished or failed."""
-        missing = {number for number, each in self.turns() if not self._has_failed_often(each.name)}
+        missing = {number for number, each in self.turns() if not self.has_failed_often(each.name)}
         return sum(number not in missing for number in range(1, self.repeats + 1))
 
-    def _has_failed_often(self, name: str) -> bool:
+    def has_failed_often(self, name: str) -> bool:
         return len([each for each in self.failures if each["contestant"] == name]) >= _FAILURES
 
     def _take_turn(self, contestant: Contestant, number: int, place: Place, folder: Path) -> None:
-        task = dataclasses.replace(self.task, seed=seed_of(self.frozen, number), steps=self._steps_of(contestant))
+        steps = self._steps_of(contestant)
+        compared_at = self.task.steps if steps > self.task.steps else None
+        seed = seed_of(self.frozen, number)
+        task = dataclasses.replace(self.task, seed=seed, steps=steps, compared_at=compared_at)
         shape = (self.nodes, self.ranks_per_node, self.timeout_seconds)
         turn = {"contestant": contestant.name, "round": number, "seed": task.seed}
-        takes: list[dict[str, Any]] = []
-        for take in range(_TAKES):
-            own = dataclasses.replace(place, port=place.port + take * _PORTS_PER_JOB // _TAKES)
+        for take in range(1, _TAKES + 1):
+            own = dataclasses.replace(place, port=place.port + (take - 1) * _PORTS_PER_JOB // _TAKES)
             load, began, others = os.getloadavg()[0], time.monotonic(), of_others()
             try:
                 found = run_contestant(Assignment(task, contestant, str(folder / str(take)), *shape), own)
@@ -134,18 +138,18 @@ class Benchmark:
                 self.failures.append(turn | {"reason": reason_of(str(failure)), "output": str(failure)[-2000:]})
                 return
             seconds = time.monotonic() - began
-            told = {"seconds": round(seconds, 1), "load_average_before": round(load, 2)}
-            takes.append(found | told | {"others": round((of_others() - others) / seconds, 3)})
-            if takes[-1]["others"] <= _QUIET:
-                break
-        quietest = min(takes, key=lambda each: float(each["others"]))
-        self.rounds.append(turn | {"takes": len(takes)} | quietest)
-        score = f"{quietest['evaluations'][-1][2]:.4f}" if quietest["evaluations"] else ""
-        click.echo(
-            f"round {number} of {self.repeats}  {contestant.name:<30} {quietest['step_ms']:7.1f} ms  "
-            f"{quietest['sent_bytes'] / 1e3:9.1f} kB  {score}  {quietest['seconds']:.0f} s"
-            + (f", {len(takes)} takes, others {quietest['others']:.2f}" if len(takes) > 1 else "")
-        )
+            others = (of_others() - others) / seconds
+            if others > _QUIET:
+                click.echo(f"round {number}: {contestant.name}: others took {others:.2f} of a processor", err=True)
+                continue
+            told = {"seconds": round(seconds, 1), "load_average_before": round(load, 2), "others": round(others, 3)}
+            self.rounds.append(turn | {"takes": take} | found | told)
+            score = f"{found['evaluations'][-1][2]:.4f}" if found["evaluations"] else ""
+            click.echo(
+                f"round {number} of {self.repeats}  {contestant.name:<30} {found['step_ms']:7.1f} ms  "
+                f"{found['sent_bytes'] / 1e3:9.1f} kB  {score}  {seconds:.0f} s{f', take {take}' if take > 1 else ''}"
+            )
+            return
 
     def _steps_of(self, contestant: Contestant) -> int:
         if contestant.kind != ALONE or self.task.score is None:
@@ -158,7 +162,7 @@ class Benchmark:
         """What all sittings of a record share."""
         task = {name: value for name, value in dataclasses.asdict(self.task).items() if name != "seed"}
         return {
-            "lab": {"nodes": self.nodes, "ranks_per_node": self.ranks_per_node, "rate": self.rate},
+            "lab": {"nodes": self.nodes, "ranks_per_node": self.ranks_per_node, "rate": self.rate, "rtt": self.rtt},
             "task": task | {"network": described(self.task), "data": digest(self.task)},
             "contestants": [each.name for each in self.chosen],
             "frozen": self.frozen,
@@ -200,13 +204,13 @@ def reason_of(failure: str) -> str:
 @click.option("--rivals", default="default", help="default (all), none, or torch:ddp,torch:bf16,...")
 @click.option("--nodes", default=2, help="Emulated machines.")
 @click.option("--ranks_per_node", default=1, help="Processes on each.")
-@click.option("--network", "rate", default="1gbit", help="Rate limit of a node: 1gbit, 100mbit, or unlimited.")
+@click.option("--network", default="1gbit", help="Rate limit of a node, and a ping: 1gbit, 100mbit-20ms, unlimited.")
 @click.option("--steps", type=int, help="Training steps per turn; default: the task's.")
 @click.option("--timeout", default=900.0, help="Timeout of a turn in seconds.")
 @click.option("--quick", is_flag=True, help="One round of few steps: a smoke test, not to be quoted.")
-@recorded(5, "each runs every contestant once")
+@recorded(8, "each runs every contestant once")
 def main(
-    task_name: str, ours: tuple[str, ...], rivals: str, rate: str, steps: int | None, timeout: float, quick: bool,
+    task_name: str, ours: tuple[str, ...], rivals: str, network: str, steps: int | None, timeout: float, quick: bool,
     rounds: int, keep: Keep, **lab: Any,
 ) -> None:  # fmt: skip
     changes: dict[str, Any] = {"steps": 24, "warmup_steps": 4, "evaluate_every": 12} if quick else {}
@@ -214,11 +218,12 @@ def main(
     if task.steps <= task.warmup_steps:
         raise click.UsageError(f"--steps {task.steps}: the first {task.warmup_steps} are not timed; give more")
     try:
-        chosen = _installed(chosen_contestants(ours, rivals, task.bucket))
+        chosen = _installed(chosen_contestants(ours, rivals, task.bucket, task_name == CLICKS))
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    rate = {"unlimited": "none"}.get(rate, rate)
-    benchmark = Benchmark(task, chosen, rate=rate, repeats=1 if quick else rounds, timeout_seconds=timeout, **lab)
+    rate, rtt = network_of(network)
+    repeats = 1 if quick else rounds
+    benchmark = Benchmark(task, chosen, rate=rate, rtt=rtt, repeats=repeats, timeout_seconds=timeout, **lab)
     at = circumstances()
     nothing: dict[str, Any] = {"sittings": [], "rounds": [], "failures": []}
     benchmark.go_on_from(keep.begun({"circumstances": at, **benchmark.settings(), **nothing}))
@@ -227,13 +232,15 @@ def main(
     click.echo("\n".join(page(benchmark.record())))
     if unexpected := [each for each in benchmark.failures if each["contestant"] != REFUSED]:
         raise click.ClickException(f"{len(unexpected)} turns failed, see above and the record")
+    if left := [name for _, each in benchmark.turns() if not benchmark.has_failed_often(name := each.name)]:
+        raise click.ClickException(f"{len(left)} turns are left: others worked beside them; give the command again")
 
 
 def _installed(chosen: Sequence[Contestant]) -> list[Contestant]:
     """Those whose framework is there; without PyTorch, a click error."""
     if any(each.needs_torch for each in chosen) and importlib.util.find_spec("torch") is None:
         raise click.ClickException("torch is not installed: pip install -r requirements-bench.txt, or --rivals none")
-    found = [each for each in chosen if each.kind != HOROVOD or importlib.util.find_spec("horovod")]
-    if len(found) < len(chosen):
-        click.echo("horovod is not installed: it does not take part", err=True)
-    return found
+    missing = [kind for kind in (HOROVOD, TORCHFT) if importlib.util.find_spec(kind) is None]
+    for kind in missing:
+        click.echo(f"{kind} is not installed: it does not take part", err=True)
+    return [each for each in chosen if each.kind not in missing]

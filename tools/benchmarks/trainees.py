@@ -1,4 +1,4 @@
-"""What trains a task in one rank: a static program with our changed lines, stock Paddle, PyTorch, Horovod."""
+"""What trains a task in one rank: a static program with our changed lines, stock Paddle, PyTorch, torchft, Horovod."""
 
 from __future__ import annotations
 
@@ -11,7 +11,21 @@ from typing import Any, Protocol
 import numpy as np
 
 from fleet_train.files import publish_where_linked
-from tools.benchmarks.contestants import ALONE, FLEET, HOROVOD, OURS, POST_LOCAL_SGD, POWERSGD, TORCH, Hook, rhythm
+from tools.benchmarks.contestants import (
+    ALONE,
+    DDP,
+    FLEET,
+    HOROVOD,
+    OURS,
+    POST_LOCAL_SGD,
+    POWERSGD,
+    SPARSE,
+    TORCH,
+    TORCHFT,
+    DiLoCo,
+    Hook,
+    rhythm,
+)
 from tools.benchmarks.networks import PaddleKit, TorchKit, Weights, build, torch_tensors
 from tools.benchmarks.ranks import INTERFACE, Assignment, wait_for_all
 from tools.benchmarks.tasks import Inputs, Task
@@ -131,7 +145,8 @@ class DynamicTrainee:
 
 
 class TorchTrainee:
-    """PyTorch: DistributedDataParallel with one of its hooks, under Horovod, or alone."""
+    """PyTorch: DistributedDataParallel with one of its hooks, under Horovod or torchft, or alone. Its Adam is the fused
+    one; with sparse gradients of embeddings SparseAdam, which moves touched rows only, for these."""
 
     def __init__(self, assignment: Assignment, rank: int) -> None:
         import torch
@@ -139,19 +154,28 @@ class TorchTrainee:
         torch.set_num_threads(1)
         contestant, task = assignment.contestant, assignment.task
         self._torch, self._task, self.rank = torch, task, rank
-        self._network = self._model = build(task, TorchKit(task.seed))
-        parameters = self._network.parameters()
-        if task.momentum is None:
-            self._optimizer: Any = torch.optim.Adam(parameters, lr=task.learning_rate)
-        else:
-            self._optimizer = torch.optim.SGD(parameters, lr=task.learning_rate, momentum=task.momentum)
-        self._hook = Hook.of(contestant.variant if contestant.kind == TORCH else "ddp")
+        self._hook = Hook.of(contestant.variant if contestant.kind == TORCH else DDP)
+        self._network = self._model = build(task, TorchKit(task.seed, has_sparse_tables=self._hook.kind == SPARSE))
+        self._optimizers, self._rhythm = self._optimizers_of(task), self._hook.rhythm()
+        world = (Path(assignment.folder), assignment.world_size, rank, assignment.timeout_seconds)
         if contestant.kind == TORCH:
             torch.distributed.init_process_group("gloo")  # MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE
             self._distribute(self._hook, assignment.ranks_per_node)
         elif contestant.kind == HOROVOD:
-            world = (Path(assignment.folder), assignment.world_size, rank, assignment.timeout_seconds)
-            (self._optimizer,) = under_horovod([self._optimizer], self._network, *world)
+            self._optimizers = under_horovod(self._optimizers, self._network, *world)
+        elif contestant.kind == TORCHFT:
+            settings = DiLoCo.of(contestant.variant)
+            self._rhythm = settings.rhythm()
+            self._held = under_torchft(settings, self._optimizers[0], self._network, *world)
+
+    def _optimizers_of(self, task: Task) -> list[Any]:
+        optim, parameters = self._torch.optim, list(self._network.parameters())
+        if task.momentum is not None:
+            return [optim.SGD(parameters, lr=task.learning_rate, momentum=task.momentum)]
+        tables = [each.weight for each in self._network.modules() if getattr(each, "sparse", False)]
+        others = [each for each in parameters if not any(each is table for table in tables)]
+        sparse = [optim.SparseAdam(tables, lr=task.learning_rate)] if tables else []
+        return [optim.Adam(others, lr=task.learning_rate, fused=True), *sparse]
 
     def _distribute(self, hook: Hook, ranks_per_node: int) -> None:
         from torch.distributed import new_subgroups, optim
@@ -174,14 +198,16 @@ class TorchTrainee:
             state = post_localSGD_hook.PostLocalSGDState(None, inside_node, start_localSGD_iter=hook.start)
             model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
             averager = averagers.PeriodicModelAverager(period=hook.number, warmup_steps=hook.start)
-            self._optimizer = optim.PostLocalSGDOptimizer(self._optimizer, averager)
+            self._optimizers = [optim.PostLocalSGDOptimizer(each, averager) for each in self._optimizers]
 
     def step(self, inputs: Inputs, labels: Inputs) -> None:
         functional, tensor = self._torch.nn.functional, self._torch.from_numpy
         loss = self._task.loss(functional, self._model(tensor(inputs)), tensor(labels))
-        self._optimizer.zero_grad()
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
         loss.backward()
-        self._optimizer.step()
+        for optimizer in self._optimizers:
+            optimizer.step()
         float(loss.detach())
 
     def weights(self) -> Weights:
@@ -189,7 +215,7 @@ class TorchTrainee:
         return torch_tensors(self._network)
 
     def facts(self) -> dict[str, Any]:
-        return {"threads": self._torch.get_num_threads(), **self._hook.rhythm()}
+        return {"threads": self._torch.get_num_threads(), **self._rhythm}
 
 
 def under_horovod(
@@ -223,3 +249,67 @@ def under_horovod(
         )
         for each in optimizers
     ]
+
+
+def under_torchft(
+    settings: DiLoCo, optimizer: Any, model: Any, folder: Path, ranks: int, rank: int, timeout_seconds: float
+) -> Any:
+    """torchft's DiLoCo around an optimizer; hold what is returned. Each rank is a replica group; rank 0 has the
+    lighthouse, and publishes its address in the folder that all ranks share."""
+    from contextlib import ExitStack
+    from datetime import timedelta
+
+    import torch
+    from torchft.coordination import LighthouseServer
+    from torchft.local_sgd import DiLoCo as Averaging
+    from torchft.manager import Manager
+    from torchft.process_group import ProcessGroupGloo
+
+    published, host = folder / "lighthouse", os.environ["BENCH_ADDRESS"]
+    lighthouse = None
+    if rank == 0:
+        lighthouse = LighthouseServer(f"{host}:0", min_replicas=ranks)
+        port = lighthouse.address().rpartition(":")[2]  # it names the host, which other nodes may not know
+        publish_where_linked(published, f"http://{host}:{port}".encode())
+    wait_for_all(folder, ranks, rank, 0, timeout_seconds)
+    limit = timedelta(seconds=timeout_seconds)
+    store = torch.distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=limit),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=ranks,
+        use_async_quorum=False,
+        timeout=limit,
+        quorum_timeout=limit,
+        rank=0,
+        world_size=1,
+        store_addr=host,
+        store_port=store.port,
+        lighthouse_addr=published.read_text(),
+        replica_id=f"rank{rank}",
+        hostname=host,
+        init_sync=False,
+    )
+    fragments = parts_of(model, settings.fragments)
+    outer = [
+        torch.optim.SGD(each.parameters(), lr=settings.outer_lr, momentum=settings.outer_momentum, nesterov=True)
+        for each in fragments
+    ]
+    averaging = Averaging(
+        manager, fragments, optimizer, outer, settings.steps, fragment_sync_delay=settings.delay, use_bucketization=True
+    )
+    stack = ExitStack()
+    stack.enter_context(averaging)
+    return stack, manager, store, lighthouse
+
+
+def parts_of(model: Any, count: int) -> list[Any]:
+    """The layers of a PyTorch network that have parameters of their own, in order, in so many parts of about one size."""
+    import torch
+
+    layers = [each for each in model.modules() if next(each.parameters(recurse=False), None) is not None]
+    sizes = np.cumsum([sum(value.numel() for value in each.parameters(recurse=False)) for each in layers])
+    place = np.minimum(count * (sizes - 1) // sizes[-1], count - 1)
+    return [torch.nn.ModuleList(each for each, at in zip(layers, place, strict=True) if at == part)
+            for part in range(count)]  # fmt: skip
