@@ -2,9 +2,9 @@
 
     python tools/distance.py 0.01 port0 port1
 
-Makes a tap for each name in its own network namespace, says ``ready`` on stdout, and hands on frames between them, each
-after the seconds of the first argument, until it is killed. Frames of one way keep their order; an unknown receiver's go
-to all. Kernels for small machines lack netem, which would do the same.
+Makes a tap for each name in its own network namespace, says ``ready`` on stdout, and hands on frames between them,
+each after the seconds of the first argument, until it is killed. Frames of one way keep their order; an unknown
+receiver's go to all. Kernels for small machines lack netem, which would do the same.
 """
 
 from __future__ import annotations

@@ -148,8 +148,11 @@ class Lab:
     def _make_distance(self) -> None:
         command = [sys.executable, str(_DISTANCE), f"{self.rtt / 2e3:g}", *(f"port{node.index}" for node in self.nodes)]
         within = ["ip", "netns", "exec", self.switch, *command]
-        started = subprocess.Popen(within, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
-        assert started.stdout is not None and started.stderr is not None
+        started = subprocess.Popen(
+            within, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert started.stdout is not None
+        assert started.stderr is not None
         if started.stdout.readline() != "ready\n":
             raise LabError(f"the lab's rtt needs taps: {started.stderr.read().strip().splitlines()[-1:]}")
         os.setpriority(os.PRIO_PROCESS, started.pid, -20)
@@ -213,18 +216,10 @@ def take_down(name: str) -> int:
     """Kill what runs inside a lab and remove it; returns the number of namespaces, 0 if there was no lab."""
     found = namespaces(name)
     _end_processes(found)
-    deadline = time.monotonic() + _STOP_SECONDS
     for namespace in found:
-        while not _delete(namespace) and namespace in namespaces(name) and time.monotonic() < deadline:
-            time.sleep(0.05)  # its name is in use: another process looks at it, or has copied the list of mounts
+        with suppress(LabError):  # another process removed it first
+            _run("ip", "netns", "delete", namespace)
     return len(found)
-
-
-def _delete(namespace: str) -> bool:
-    with suppress(LabError):
-        _run("ip", "netns", "delete", namespace)
-        return True
-    return False
 
 
 def take_down_leftovers() -> list[str]:

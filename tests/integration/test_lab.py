@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.ports import free_ports
 from tests.support.processes import ROOT, Job, clean_environ, python
-from tools.lab import Lab, lab_names, namespaces, take_down
+from tools.lab import Lab, LabError, lab_names, namespaces, network_of, take_down
 
 pytestmark = pytest.mark.long
 
@@ -37,6 +37,35 @@ with socket.create_connection((sys.argv[1], 5001)) as connection:
     connection.shutdown(socket.SHUT_WR)
     connection.recv(1)
     print(time.monotonic() - began)
+"""
+# Answers each so many bytes with one, and at the end with their checksum.
+_ANSWER = """
+import socket, sys, zlib
+with socket.create_server((sys.argv[1], 5001)) as server:
+    print("ready", flush=True)
+    connection, _ = server.accept()
+    size, left, found = int(sys.argv[2]), 0, 0
+    while piece := connection.recv(1 << 20):
+        found, left = zlib.crc32(piece, found), left + len(piece)
+        while left >= size:
+            left -= size
+            connection.sendall(b"x")
+    print(found)
+"""
+_ASK = """
+import random, socket, sys, time, zlib
+with socket.create_connection((sys.argv[1], 5001)) as connection:
+    size, sent = int(sys.argv[2]), 0
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for _ in range(20):
+        message = random.randbytes(size)
+        sent = zlib.crc32(message, sent)
+        time.sleep(0.03)
+        began = time.monotonic()
+        connection.sendall(message)
+        connection.recv(1)
+        print(time.monotonic() - began)
+    print(sent)
 """
 _RECEIVE_DATAGRAM = """
 import socket, sys
@@ -79,6 +108,35 @@ def name() -> Iterator[str]:
     chosen = f"test{os.getpid()}"
     yield chosen
     take_down(chosen)
+
+
+def answers(nodes: Lab, size: int) -> list[float]:
+    """Seconds of messages of so many bytes from node 0 to node 1, each after 30 idle ms; they arrive as they were."""
+    first, last = nodes.nodes[0], nodes.nodes[1]
+    receive = [*last.prefix, sys.executable, "-c", _ANSWER, last.address, str(size)]
+    with subprocess.Popen(receive, stdout=subprocess.PIPE, text=True) as receiver:
+        assert receiver.stdout is not None
+        assert receiver.stdout.readline() == "ready\n"
+        send = [*first.prefix, sys.executable, "-c", _ASK, last.address, str(size)]
+        *seconds, sent = subprocess.run(send, capture_output=True, text=True, check=True, timeout=180).stdout.split()
+        assert receiver.communicate()[0].split() == [sent]
+    return [float(each) for each in seconds]
+
+
+@pytest.mark.root
+def test_a_small_message_after_an_idle_moment_takes_its_time_at_the_rate() -> None:
+    with Lab(2, "100mbit") as nodes:
+        assert min(answers(nodes, 100_000)) >= 0.9 * 100_000 * 8 / 100e6
+
+
+@pytest.mark.root
+def test_sites_far_from_each_other_have_a_round_trip_and_lose_nothing() -> None:
+    with Lab(3, "100mbit", rtt=20.0) as nodes:
+        assert min(answers(nodes, 1)) >= 0.02
+        assert min(answers(nodes, 300_000)) >= 0.02 + 0.9 * 300_000 * 8 / 100e6
+        with pytest.raises(LabError, match="stay up"):
+            nodes.set_link(0, "down")
+    assert namespaces(nodes.name) == []
 
 
 @pytest.mark.root
@@ -199,3 +257,11 @@ def test_a_small_soak_loses_nothing(tmp_path: Path, flags: str, kinds: list[str]
     assert len(record.get("attempts") or record["stretches"]) >= 2
     assert record["comparison"]["losses"] > 60
     assert "nothing was lost" in (tmp_path / "record.md").read_text()
+
+
+def test_a_network_is_a_rate_and_a_round_trip() -> None:
+    words = ("1gbit", "100mbit-20ms", "unlimited", "unlimited-1.5ms")
+    assert [network_of(word) for word in words] == [("1gbit", 0.0), ("100mbit", 20.0), ("none", 0.0), ("none", 1.5)]
+    for word in ("100mbit-", "-20ms", "100mbit-20"):
+        with pytest.raises(LabError, match="100mbit-20ms"):
+            network_of(word)

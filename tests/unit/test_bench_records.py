@@ -14,7 +14,7 @@ import paddle
 import pytest
 
 from fleet_train.profile import load_profile, profile_names
-from tools.benchmarks import labs, quote, report, step, strategies
+from tools.benchmarks import labs, pictures, quote, report, step, strategies
 from tools.benchmarks.contestants import chosen_contestants, family_of
 from tools.benchmarks.networks import PaddleKit, build
 from tools.benchmarks.ranks import Window, window_of
@@ -63,7 +63,7 @@ def test_a_task_shows_that_ranks_learn_from_each_other(quoted: Record) -> None:
         worse, errors = report.distance(content["summary"][name], synchronous, score)
         assert worse > 0, name
         assert errors > 3, name
-        assert content["summary"][name]["reached"] == 0, name
+        assert content["summary"][name]["targets"][-1]["reached"] == 0, name
 
 
 def test_errors_of_predictions_are_what_their_rounds_give() -> None:
@@ -143,16 +143,26 @@ def test_figures_of_training_are_means_of_seeds_with_their_error_and_ranks_that_
     assert found["alone:ours"]["at_equal_steps"]["value"] == 4.1
     assert found["alone:ours"]["best"]["value"] == 4.05
     assert found["average once"]["at_equal_steps"]["value"] == 3.9
-    assert found["average once"]["reached"] == 0
+    assert [each["reached"] for each in found["average once"]["targets"]] == [0, 0, 0]
     synchronous = found["ours:multi_node"]
     assert synchronous["at_equal_steps"] == {"value": pytest.approx(3.45), "error": pytest.approx(0.05), "seeds": 2}
     # 3.45 lies between the two evaluations of the first seed; the second seed does not reach it.
-    assert (synchronous["reached"], synchronous["seconds_to_target"]) == (1, None)
-    assert (synchronous["ratio"], synchronous["twin"]) == (pytest.approx((30 / 20 + 30 / 40) / 2), "torch:ddp")
-    assert found["torch:ddp"]["seconds_to_target"]["value"] == pytest.approx(7.5)
+    assert [each["reached"] for each in synchronous["targets"]] == [2, 1, 0]
+    assert synchronous["targets"][1] == {"target": 3.45, "seconds": None, "time_over": None, "reached": 1}
+    assert found["torch:ddp"]["targets"][1]["seconds"]["value"] == pytest.approx(7.5)
+    assert found["torch:ddp"]["targets"][1]["time_over"]["value"] == 1
+    # Of 30 / 20 and 30 / 40: the geometric mean, and an interval by Student's t of one degree of freedom.
+    ratio = synchronous["ratio"]
+    assert (ratio["value"], ratio["least"], ratio["most"]) == pytest.approx(((30 / 20 * 30 / 40) ** 0.5, 0.75, 1.5))
+    far = 12.7062 * np.std(np.log([1.5, 0.75]), ddof=1) / 2**0.5
+    assert (ratio["low"], ratio["high"]) == pytest.approx(
+        (ratio["value"] / np.exp(far), ratio["value"] * np.exp(far)), rel=1e-4
+    )
+    assert synchronous["twin"] == "torch:ddp"
+    assert synchronous["score_over"]["value"] == pytest.approx(0.05)
     # Half of the 10 s that DDP trains: its first evaluation.
     assert synchronous["at_equal_time"]["value"] == pytest.approx(3.6)
-    assert (synchronous["compute_ms"], synchronous["exposed_ms"]) == (10.0, 20.0)
+    assert (synchronous["compute_ms"], synchronous["exposed_ms"]["value"]) == (10.0, 20.0)
     assert (synchronous["wire_ms"], synchronous["hidden_ms"]) == (pytest.approx(0.56), 0.0)
 
 
@@ -193,12 +203,14 @@ def test_seeds_follow_from_the_commit_that_froze_the_knobs_and_only_missing_turn
         "paddle:data_parallel", "paddle:fleet", "torch:ddp", "torch:ddp_256kb", "torch:bf16", "torch:bf16_256kb",
         "torch:post_local_sgd_4_from_100", "horovod:ddp",
     ]  # fmt: skip
-    begun = strategies.Benchmark(TASKS["clicks"], chosen, 2, 1, "1gbit", 5, 60.0, frozen="abc")
+    far = [each.name for each in chosen_contestants(["streaming_diloco"], "default", "256kb", has_tables=True)]
+    assert far[-4:] == ["torch:sparse", "torchft:diloco_30_3_5_0.7_0.5", "torchft:diloco_30_3_5_0.7_0.9", "horovod:ddp"]
+    begun = strategies.Benchmark(TASKS["clicks"], chosen, 2, 1, "1gbit", 0.0, 5, 60.0, frozen="abc")
     begun.sittings = [AT | {"rounds": [1], "load_average_after": [0.1]}]
     begun.rounds = [turn("alone:ours", scores=(0.6,), each=[[600, 5.0, 0.6]])]
     begun.rounds[0]["evaluations"] = [[600, 5.0, 0.6]]
     written = json.loads(json.dumps(begun.record()))
-    again = strategies.Benchmark(TASKS["clicks"], chosen, 2, 1, "1gbit", 5, 60.0, frozen="abc")
+    again = strategies.Benchmark(TASKS["clicks"], chosen, 2, 1, "1gbit", 0.0, 5, 60.0, frozen="abc")
     again.go_on_from(written)
     assert (1, chosen[0]) not in again.turns()
     assert len(again.turns()) == 5 * len(chosen) - 1
@@ -211,7 +223,7 @@ def test_a_record_goes_on_with_the_same_settings_processor_and_code_only(tmp_pat
     keep(fresh | {"rounds": [1, 2]}, [])
     assert keep.begun(fresh)["rounds"] == [1, 2]
     other = {"circumstances": AT | {"processor": "another", "commit": "fedcba"}, "task": "clicks", "rounds": []}
-    words = "task: bytes there, clicks now; processor: a CPU there, another now; what its rounds run has changed"
+    words = "task: bytes there, clicks now; processor: a CPU there, another now; commit: 0123456789 there, fedcba now"
     with pytest.raises(click.UsageError, match=words):
         keep.begun(other)
 
@@ -221,8 +233,9 @@ def test_a_record_goes_on_with_the_same_settings_processor_and_code_only(tmp_pat
     [
         (["nothing"], "none", "nothing"),
         (["multi_node"], "torch:ddp_4", r"PyTorch takes part as ddp, ddp_4mb"),
-        (["multi_node"], "mpi:ddp", "'mpi:ddp' is not one of ours, paddle, torch, horovod, alone"),
+        (["multi_node"], "mpi:ddp", "'mpi:ddp' is not one of ours, paddle, torch, torchft, horovod, alone"),
         (["multi_node"], "paddle:static", "paddle takes data_parallel or fleet"),
+        (["multi_node"], "torchft:diloco_30", "torchft takes part as diloco_STEPS_FRAGMENTS_DELAY_LR_MOMENTUM"),
     ],
 )
 def test_an_unknown_contestant_is_refused_with_what_is_accepted(ours: list[str], rivals: str, words: str) -> None:
@@ -311,5 +324,39 @@ def test_the_network_of_clicks_is_deepfm_and_that_of_bytes_looks_at_nothing_ahea
     other = text.copy()
     other[0, 40:] = 32
     one, two = (reader(paddle.to_tensor(each)).numpy() for each in (text, other))
-    np.testing.assert_allclose(one[:40], two[:40], atol=1e-6)
-    assert np.abs(one[40:] - two[40:]).max() > 1e-4
+    np.testing.assert_allclose(one[:, :40], two[:, :40], atol=1e-6)
+    assert np.abs(one[:, 40:] - two[:, 40:]).max() > 1e-4
+
+
+def test_scores_at_equal_steps_are_the_mean_over_the_last_period() -> None:
+    task = dataclasses.replace(TASKS["bytes"], steps=120)
+    assert task.evaluated_at() == [25, 50, 75, 100, 120]
+    assert task.evaluated_at(30) == [25, 50, 75, 93, 97, 100, 101, 105, 108, 112, 116, 120]
+    # Ranks that send nothing go on, and are compared where the others end.
+    twice = dataclasses.replace(task, steps=240, compared_at=120)
+    assert 120 in twice.evaluated_at()
+    assert twice.evaluated_at()[-1] == 240
+    curve = [[90, 1.0, 9.0], [93, 1.1, 4.0], [105, 1.2, 3.0], [120, 1.3, 2.0], [240, 2.0, 1.0]]
+    assert report.score_at_steps({"facts": {"period_steps": 30}, "evaluations": curve}, 120) == 3.0
+    assert report.score_at_steps({"facts": {}, "evaluations": curve}, 120) == 2.0
+
+
+def test_a_table_and_a_picture_have_the_best_rival_of_each_kind_beside_ours() -> None:
+    slow, fast = (3.9, 3.44), (3.5, 3.4)
+    rounds = [
+        turn(name, number, step_ms, scores, facts={"profile": {}})
+        for number in (1, 2)
+        for name, step_ms, scores in (
+            ("torch:ddp", 40.0, fast), ("torch:ddp_256kb", 30.0, fast), ("ours:multi_node", 35.0, fast),
+            ("torch:bf16", 20.0, slow), ("torch:powersgd_2_from_100", 25.0, fast),
+            ("torch:post_local_sgd_4_from_100", 22.0, slow), ("torchft:diloco_30_3_5_0.7_0.5", 24.0, (3.9, 3.8)),
+        )
+    ]  # fmt: skip
+    content = record(rounds=rounds).content
+    table = "\n".join(quote.figures_of(content, is_short=True))
+    for name in ("torch:ddp_256kb", "multi_node", "torch:powersgd_2_from_100", "torch:post_local_sgd_4_from_100"):
+        assert f"| `{name}` |" in table
+    for name in ("`torch:ddp`", "torch:bf16", "torchft"):
+        assert name not in table
+    assert "bits per byte 3.45 takes 1.00 [1.00, 1.00] of the time" in pictures.title(content)
+    assert all(name in pictures.picture(content) for name in ("torch:powersgd_2_from_100", "ours:multi_node"))

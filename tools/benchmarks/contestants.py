@@ -29,8 +29,8 @@ NOTHING, AVERAGE_ONCE = f"{ALONE}:{OURS}", "average once"
 CATALOGUE = """
 multi_node bf16_compression int8_compression int4_compression powersgd local_sgd diloco streaming_diloco
 """.split()
-# The best rivals of a kind, found in each record: the fastest of DDP's settings; of those that compress, and of those that
-# train locally, the first at the middle target.
+# The best rivals of a kind, found in each record: of those that compress, and of those that train locally, the first at
+# the middle target.
 COMPRESSED, LOCAL = "the best compressed rival", "the best local rival"
 # The lines of a picture and of README's table, chosen before any record was made.
 PICTURED = (

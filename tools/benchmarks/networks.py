@@ -138,7 +138,9 @@ class TorchKit(Kit):
         self._has_sparse_tables = has_sparse_tables
         self.pool, self.layers = torch.nn.AdaptiveAvgPool2d(1), torch.nn.ModuleList
         self.gelu, attention = torch.nn.functional.gelu, torch.nn.functional.scaled_dot_product_attention
-        self.attention = lambda *stacks: attention(*(each.transpose(1, 2) for each in stacks), is_causal=True).transpose(1, 2)
+        self.attention = lambda *stacks: attention(
+            *(each.transpose(1, 2) for each in stacks), is_causal=True
+        ).transpose(1, 2)
 
     def _with(self, layer: Any, *values: NDArray[np.float32]) -> Any:
         for parameter, value in zip(layer.parameters(), values, strict=True):

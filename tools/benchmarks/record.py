@@ -212,6 +212,6 @@ def quotable(folder: Path = FOLDER) -> list[Record]:
 # What the turns of a record run, and may therefore change a number.
 _MODULES = "contestants jobs networks ranks stand_ins tasks trainees".split()
 RUN = (
-    "fleet_train", "strategies/*.yaml", "requirements.txt", "requirements-bench.txt", "tools/lab.py", "tools/distance.py",
-    *(f"tools/benchmarks/{name}.py" for name in _MODULES),
+    "fleet_train", "strategies/*.yaml", "requirements.txt", "requirements-bench.txt", "tools/lab.py",
+    "tools/distance.py", *(f"tools/benchmarks/{name}.py" for name in _MODULES),
 )  # fmt: skip

@@ -1,5 +1,5 @@
-"""The figures of a record of strategies, and its page: means over seeds with their standard errors, and what is compared
-within rounds with intervals of 95 % confidence. Pure."""
+"""The figures of a record of strategies, and its page: means over seeds with their standard errors, and what is
+compared within rounds with intervals of 95 % confidence. Pure."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ class Paired:
         found = Paired.of([math.log(each) for each in ratios])
         if found is None:
             return None
-        ends = (math.exp(each) for each in (found.value, found.low, found.high))
-        return Paired(*ends, min(ratios), max(ratios), found.rounds)
+        mean, low, high = (math.exp(each) for each in (found.value, found.low, found.high))
+        return Paired(mean, low, high, min(ratios), max(ratios), found.rounds)
 
     def told(self, digits: int, sign: str = "") -> str:
         if self.rounds < 2:
@@ -253,9 +253,7 @@ def equal_time(turns: Mapping[str, Turns]) -> float | None:
     return _SHARE_OF_TIME * fmean(ends) if ends else None
 
 
-def _of_training(
-    turns: Turns, best: Turns | None, score: Score, steps: int, seconds: float | None
-) -> dict[str, Any]:
+def _of_training(turns: Turns, best: Turns | None, score: Score, steps: int, seconds: float | None) -> dict[str, Any]:
     curves = [each["evaluations"] for each in turns.values()]
     highest = [score.sign * max(score.sign * value for _, _, value in curve) for curve in curves]
     scores = pairs_of(turns, best or {}, lambda turn: score_at_steps(turn, steps))

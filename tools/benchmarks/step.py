@@ -136,7 +136,9 @@ def page(record: Mapping[str, Any]) -> list[str]:
 def best_of_torch(record: Mapping[str, Any]) -> str:
     """The fastest of PyTorch's contestants that are in every round; empty without one."""
     rounds = record["rounds"]
-    names = [name for name in record["contestants"] if name.startswith(f"{TORCH}:") and all(name in each for each in rounds)]
+    names = [
+        name for name in record["contestants"] if name.startswith(f"{TORCH}:") and all(name in each for each in rounds)
+    ]
     return min(names, key=lambda name: median(each[name]["step"] for each in rounds), default="")
 
 

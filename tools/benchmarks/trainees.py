@@ -305,7 +305,7 @@ def under_torchft(
 
 
 def parts_of(model: Any, count: int) -> list[Any]:
-    """The layers of a PyTorch network that have parameters of their own, in order, in so many parts of about one size."""
+    """The layers of a PyTorch network with parameters of their own, in order, in so many parts of about one size."""
     import torch
 
     layers = [each for each in model.modules() if next(each.parameters(recurse=False), None) is not None]
