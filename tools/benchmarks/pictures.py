@@ -9,7 +9,7 @@ from typing import Any
 
 from tools.benchmarks.contestants import ALONE, AVERAGE_ONCE, NOTHING, OURS, PICTURED, parse
 from tools.benchmarks.record import network_named
-from tools.benchmarks.report import Curve, Mean, paired, score_of, shown, turns_of
+from tools.benchmarks.report import Curve, Mean, middle, paired, score_of, shown, turns_of
 
 COLOURS = ("#888888", "#b07a4f", "#2ca02c", "#d62728", "#1f4e79", "#ff7f0e", "#17a2b8", "#9467bd", "#e377c2")
 _OF_STEPS = (("compute", "computing alone", "#2f5d8c"), ("exposed", "exposed: what communication adds", "#f2a65a"))
@@ -52,7 +52,7 @@ def title(record: Mapping[str, Any]) -> str:
     ours = [name for name in summary if name.startswith(f"{OURS}:")]
     told = []
     for name in ours:
-        to = summary[name]["targets"][1] if score else None
+        to = middle(summary[name]["targets"]) if score else None
         compared = paired(to["time_over"] if to else summary[name]["ratio"])
         if compared:
             told.append((compared.value, name, compared, to))

@@ -31,7 +31,7 @@ from fleet_train.profile.catalogue import MEASURED
 from tools.benchmarks.contestants import ALONE, AVERAGE_ONCE, NOTHING, OURS, PICTURED, REFERENCE, parse
 from tools.benchmarks.labs import rows_of
 from tools.benchmarks.record import ROOT, Record, all_records, network_named, quotable, table
-from tools.benchmarks.report import Mean, paired, score_of, shown, told_target
+from tools.benchmarks.report import Mean, middle, paired, score_of, shown, told_target
 
 PAGES = {
     "README.md": "docs/benchmarks/",
@@ -60,9 +60,9 @@ def line(record: Record, name: str) -> str:
     ]
     if score and figures.get("at_equal_steps"):
         mean = Mean(**figures["at_equal_steps"]).told(score.digits)
-        middle = figures["targets"][1]
+        to = middle(figures["targets"])
         parts += [f"{score.name} {mean} after {content['task']['steps']} steps",
-                  f"{middle['target']:g} {_after(told_target(middle, len(figures['steps_ms'])))}"]  # fmt: skip
+                  f"{to['target']:g} {_after(told_target(to, len(figures['steps_ms'])))}"]  # fmt: skip
     return f"{'; '.join(parts)}; {record.source}"
 
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from scipy.stats import t as student
@@ -32,6 +32,7 @@ from tools.benchmarks.tasks import Score, Task
 _SHARE_OF_TIME = 0.5
 _CONFIDENCE = 0.95
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "bit": 1.0}
+_T = TypeVar("_T")
 Turns = Mapping[int, Mapping[str, Any]]  # of one contestant, by round
 Curve = Sequence[tuple[int, float, float]]  # steps, seconds, score
 
@@ -97,8 +98,10 @@ class Paired:
 
 
 def score_of(record: Mapping[str, Any]) -> Score | None:
-    known = {name: value for name, value in record["task"].items() if name in Task.__dataclass_fields__}
-    return Task(**known).score
+    task = dict(record["task"])
+    if task.get("target") is not None:  # of records that were made when there was one
+        task["targets"] = [task["target"]]
+    return Task(**{name: value for name, value in task.items() if name in Task.__dataclass_fields__}).score
 
 
 def turns_of(record: Mapping[str, Any]) -> dict[str, Turns]:
@@ -177,9 +180,14 @@ def shown(wanted: str, record: Mapping[str, Any]) -> str:
     return min(rivals, key=lambda name: _order(summary[name]), default=wanted)
 
 
+def middle(targets: Sequence[_T]) -> _T:
+    """Of targets, or of what a summary has of each."""
+    return targets[len(targets) // 2]
+
+
 def _order(figures: Mapping[str, Any]) -> tuple[float, float]:
     """Seconds to the middle target, infinite where a round does not reach it; then milliseconds of a step."""
-    to = figures["targets"][1]["seconds"] if figures.get("targets") else None
+    to = middle(figures["targets"])["seconds"] if figures.get("targets") else None
     return to["value"] if to else math.inf, figures["step_ms"]
 
 
@@ -396,7 +404,7 @@ def page(record: Mapping[str, Any]) -> list[str]:
         f"- **{record['whole_rounds']} of {record['repeats']} rounds**, every contestant once per round in turn, "
         f"{task['steps']} steps each; ranks that send nothing go on for twice as many where they are judged.",
         f"- Seeds, of start weights, batches and data order: {', '.join(map(str, seeds))}; they follow from commit "
-        f"{record['frozen'][:10]}, the last that changed what turns run.",
+        f"{record['frozen'][:10]}, which froze what is compared.",
         "- In brackets: intervals of 95 % confidence of what was compared within rounds, of the same seed.",
         f"- Network: {task['network']} over all ranks, "
         f"{optimizer}, constant learning rate "
