@@ -159,9 +159,12 @@ def say_results(folders: Folders, summary: dict[str, Any], seconds: float) -> No
     places = {"checkpoint": summary["checkpoint"], "logs": folders.log, "numbers": numbers, "summary": folders.summary}
     for name, place in places.items():
         click.echo(f"  {name:<11}{place}")
+    script = Path(sys.executable).with_name("fleet_train")
     python = Path(sys.executable)
-    shown = os.path.relpath(python) if python.is_relative_to(ROOT) else "python"
-    click.echo(f"\nSee the curves:  {shown} -m fleet_train monitor --logdir {folders.output}")
+    shown = script if script.exists() else python
+    words = os.path.relpath(shown) if shown.is_relative_to(ROOT) else shown.name
+    module = "" if script.exists() else " -m fleet_train"
+    click.echo(f"\nSee the curves:  {words}{module} monitor --logdir {folders.output}")
 
 
 if __name__ == "__main__":

@@ -26,3 +26,13 @@ fi
 echo "installing $requirements into $venv (a few hundred MB the first time)"
 rm -f "$venv"/.installed-*
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$requirements"
+# `fleet_train` is this checkout's, in the environment's commands and imports, whichever folder one is in.
+"$venv/bin/python" - <<'PYTHON'
+import sys, sysconfig
+from pathlib import Path
+
+Path(sysconfig.get_path("purelib"), "fleet_train_checkout.pth").write_text(f"{Path.cwd()}\n")
+script = Path(sysconfig.get_path("scripts"), "fleet_train")
+script.write_text(f"#!{sys.executable}\nimport sys\n\nfrom fleet_train.cli import main\n\nsys.exit(main())\n")
+script.chmod(0o755)
+PYTHON

@@ -16,6 +16,9 @@ from tests.support.processes import ROOT
 
 ENGLISH, CHINESE = ROOT / "docs", ROOT / "docs" / "zh"
 PAGES = sorted(path.name for path in CHINESE.glob("*.md"))
+READMES = (ROOT / "README.md", ROOT / "README_cn.md")
+PAIRS = [READMES, *((ENGLISH / page, CHINESE / page) for page in PAGES)]
+MOST_LINES = 110
 _COMMENT = re.compile(r"(^|\s+)#(\s.*)?$")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _MONTHS = list(calendar.month_name)
@@ -70,9 +73,16 @@ def _target(link: str, path: Path) -> str:
     return {"README_cn.md": "README.md"}.get(where, where.replace("docs/zh/", "docs/")) if name else "this page"
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_a_chinese_page_has_the_commands_names_numbers_and_links_of_the_english_one(page: str) -> None:
-    theirs, ours = list(sections(ENGLISH / page)), list(sections(CHINESE / page))
+@pytest.mark.parametrize("page", READMES, ids=lambda page: page.stem)
+def test_a_readme_is_short(page: Path) -> None:
+    assert len(page.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize(("english", "chinese"), PAIRS, ids=[chinese.name for _, chinese in PAIRS])
+def test_a_chinese_page_has_the_commands_names_numbers_and_links_of_the_english_one(
+    english: Path, chinese: Path
+) -> None:
+    theirs, ours = list(sections(english)), list(sections(chinese))
     assert [each.level for each in ours] == [each.level for each in theirs]
     for number, (here, there) in enumerate(zip(ours, theirs, strict=True)):
         assert here == there, f"section {number}"

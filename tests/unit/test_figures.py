@@ -69,11 +69,11 @@ def test_a_changed_or_newer_record_names_the_pages_to_change() -> None:
 
 def test_a_link_to_a_record_needs_an_entry_on_its_page_or_a_block() -> None:
     link = "benchmarks/2026-11-22-codec.md"
-    assert found("README.md", "## Tests", f"## Tests\n[codec](docs/{link})") == [
+    assert found("README.md", "## Where to go next", f"## Where to go next\n[codec](docs/{link})") == [
         "README.md: links to 2026-11-22-codec, and tools/benchmarks/figures.py has no entry for codec on this page"
     ]
     block = f"<!-- figures: task=none network=1gbit -->\n[x]({link})\n<!-- end of figures -->"
-    assert found("README.md", "## Tests", f"## Tests\n{block}") == []
+    assert found("README.md", "## Where to go next", f"## Where to go next\n{block}") == []
 
 
 def test_the_newest_record_that_is_not_refuted_counts(tmp_path: Path) -> None:

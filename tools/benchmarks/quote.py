@@ -28,10 +28,19 @@ import click
 
 from fleet_train.profile import Profile, load_profile, profile_names
 from fleet_train.profile.catalogue import MEASURED
-from tools.benchmarks.contestants import ALONE, AVERAGE_ONCE, NOTHING, OURS, PICTURED, REFERENCE, parse
+from tools.benchmarks.contestants import (
+    ALONE,
+    AVERAGE_ONCE,
+    NOTHING,
+    OURS,
+    PICTURED,
+    REFERENCE,
+    parse,
+)
 from tools.benchmarks.labs import rows_of
 from tools.benchmarks.record import ROOT, Record, all_records, network_named, quotable, table
 from tools.benchmarks.report import Mean, middle, paired, score_of, shown, told_target
+from tools.benchmarks.sentences import sentence
 
 PAGES = {
     "README.md": "docs/benchmarks/",
@@ -84,17 +93,25 @@ def with_blocks(text: str, records: Sequence[Record]) -> str:
 
 
 def _block(settings: str, records: Sequence[Record]) -> str:
+    """What a page asks for: the table of a record (``short=yes``: of the picture's contestants), or ``sentence=en``."""
     words = dict(word.split("=", 1) for word in settings.split())
-    rate = _NETWORKS.get(words["network"], words["network"])
-    newest = next((each for each in records if each.setting == (words["task"], rate, 2, 1)), None)
+    newest = _newest(words["task"], words["network"], records)
     if newest is None:
         return f"\n{_NO_RECORD}\n\n"
     is_short = words.get("short") == "yes"
-    lines = figures_of(newest.content, is_short)
     name = newest.path.stem
     scores = "the score over time, and " if score_of(newest.content) else ""
     picture = f"![{words['task']}: {scores}a step's milliseconds](benchmarks/{name}.svg)"
+    if "sentence" in words:
+        beside = _newest(words["task"], "1gbit", records)
+        return "\n".join(["", picture, "", sentence(words["sentence"], words["network"], newest, beside), "", ""])
+    lines = figures_of(newest.content, is_short)
     return "\n".join(["", *lines, "", picture, *([] if is_short else [""]), _told(newest), "", ""])
+
+
+def _newest(task: str, network: str, records: Sequence[Record]) -> Record | None:
+    rate = _NETWORKS.get(network, network)
+    return next((each for each in records if each.setting == (task, rate, 2, 1)), None)
 
 
 def figures_of(content: Mapping[str, Any], is_short: bool) -> list[str]:
@@ -192,7 +209,9 @@ def wanted(records: Sequence[Record]) -> Mapping[Path, str]:
     }
     found = {ROOT / "strategies" / MEASURED: json.dumps(sections, indent=1, ensure_ascii=False) + "\n"}
     for page, way in PAGES.items():
-        found[ROOT / page] = with_blocks((ROOT / page).read_text(), records).replace("](benchmarks/", f"]({way}")
+        text = with_blocks((ROOT / page).read_text(), records).replace("](benchmarks/", f"]({way}")
+        root = way.removesuffix("benchmarks/")
+        found[ROOT / page] = re.sub(r"\]\(((?:zh/)?strategies\.md#)", rf"]({root}\1", text) if root == "docs/" else text
     return found
 
 
