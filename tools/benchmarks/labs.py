@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from scipy.stats import spearmanr
 
 from tools.benchmarks.jobs import Command, Place, run_commands
 from tools.benchmarks.record import ROOT, Keep, circumstances, recorded, spread, table, told_circumstances
@@ -161,8 +162,22 @@ def figures(networks: Networks) -> list[str]:
         "",
         f"{len(rows)} steps: median error {statistics.median(errors):.0%}, worst {max(errors):.0%}",
         "",
+        *(f"- {rate}: rank correlation of predicted and measured steps {rho:.2f} (Spearman's, {count} profiles)"
+          for rate, (rho, count) in rank_correlations(networks).items()),
+        "",
         *(_pick(rate, made) for rate, rounds in networks.items() for made in rounds),
     ]
+
+
+def rank_correlations(networks: Networks) -> dict[str, tuple[float, int]]:
+    """Spearman's of the profiles' median predicted and measured steps by network, and of how many profiles: whether
+    the order is right, whatever the error."""
+    found = {}
+    for rate, rounds in networks.items():
+        rows = rows_of(rate, rounds)
+        predicted, measured = [statistics.median(row.predicted) for row in rows], [row.step_ms for row in rows]
+        found[rate] = (float(spearmanr(predicted, measured).statistic), len(rows))
+    return found
 
 
 def _range(values: Sequence[float]) -> str:
