@@ -25,8 +25,8 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 
 # A stamp carries the hash of what was installed and of the interpreter: a changed pin or another PYTHON installs again.
 hash = $(shell { cat $(1); $(PYTHON) --version; } 2>/dev/null | sha256sum | cut -c1-16)
-RUN_STAMP := $(VENV)/.installed-run-$(call hash,requirements.txt)
-DEV_STAMP := $(VENV)/.installed-dev-$(call hash,requirements.txt requirements-dev.txt)
+RUN_STAMP := $(VENV)/.installed-run-$(call hash,requirements.txt tools/make_venv.sh)
+DEV_STAMP := $(VENV)/.installed-dev-$(call hash,requirements.txt requirements-dev.txt tools/make_venv.sh)
 DOCS_STAMP := $(DOCS_VENV)/.installed-docs-$(call hash,requirements.txt requirements-docs.txt)
 
 help: ## List the targets
