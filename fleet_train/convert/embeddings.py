@@ -21,7 +21,7 @@ from fleet_train.convert.paddle_optimizers import reads_whole_parameters
 from fleet_train.convert.passes.one_card import remove_unused
 from fleet_train.convert.planning import dtype_name
 from fleet_train.plan import TensorSpec
-from fleet_train.plan.build import sends_rows
+from fleet_train.plan.build import tables_by_rows
 from fleet_train.profile import Profile
 from fleet_train.profile.methods.rows import ASSUMED_SAMPLES
 
@@ -65,7 +65,7 @@ def find_tables(
     """
     if job.world_size == 1:
         return {}, []
-    tables: dict[str, Table] = {}
+    found: dict[str, tuple[TensorSpec, Table]] = {}
     reasons: list[str] = []
     is_each_ranks = job.engine.reads_values and profile.accumulate_steps == 1 and not profile.sharding
     rows_only = plain and is_each_ranks and _leaves_others_alone(optimizer)
@@ -79,9 +79,10 @@ def find_tables(
         rows = min(_positions(lookups), int(parameter.shape[0]))
         is_whole = profile.sharding and reads_whole_parameters(optimizer)
         spec = TensorSpec(parameter.name, tuple(parameter.shape), dtype_name(parameter.dtype), is_whole, rows)
-        if sends_rows(spec, job.cluster, profile):
-            is_alone = rows_only and getattr(parameter, "regularizer", None) is None
-            tables[parameter.name] = _table(parameter, lookups, rows, is_alone)
+        is_alone = rows_only and getattr(parameter, "regularizer", None) is None
+        found[parameter.name] = (spec, _table(parameter, lookups, rows, is_alone))
+    by_rows = tables_by_rows([spec for spec, _ in found.values()], job.cluster, profile)
+    tables = {name: table for name, (_, table) in found.items() if name in by_rows}
     said = reasons if profile.sparse_embeddings is True else []
     return tables, [*said, *[LAZY_NOTICE] * bool(tables and getattr(optimizer, "_lazy_mode", False))]
 

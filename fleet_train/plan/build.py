@@ -59,20 +59,30 @@ def build_chosen(
 
 def as_sent(gradients: Sequence[TensorSpec], cluster: Cluster, profile: Profile) -> list[TensorSpec]:
     """The gradients, with ``rows`` of those tables only whose rows are sent with this profile."""
-    return [replace(each, rows=each.rows if sends_rows(each, cluster, profile) else 0) for each in gradients]
+    by_rows = tables_by_rows(gradients, cluster, profile)
+    return [replace(each, rows=each.rows if each.name in by_rows else 0) for each in gradients]
 
 
-def sends_rows(table: TensorSpec, cluster: Cluster, profile: Profile) -> bool:
-    """Whether the touched rows of an embedding's table are sent, not all of them.
+def tables_by_rows(tables: Sequence[TensorSpec], cluster: Cluster, profile: Profile) -> set[str]:
+    """The names of the embeddings' tables of which the touched rows are sent, not all.
 
-    ``auto``: if a step that touches few rows is shorter so, by the link in the profile or `PAPER`. Rows take two
-    collectives of their own, a whole table its bytes beside other gradients.
+    ``auto``: those for which a step that touches few rows is shorter so, by the link in the profile or `PAPER`. Rows
+    take two collectives of their own, a whole table its bytes beside other gradients. Where tables share these two
+    (``fuse_all_reduce_ops``), those of which a step touches a part only go along with one that pays.
     """
     wanted = profile.sparse_embeddings
-    if not table.rows or wanted is False or profile.compression not in WIRE_DTYPES or table.is_whole:
-        return False
+    if wanted is False or profile.compression not in WIRE_DTYPES:
+        return set()
+    able = [each for each in tables if each.rows and not each.is_whole]
     if wanted is True:
-        return True
+        return {each.name for each in able}
+    paying = {each.name for each in able if _rows_pay(each, cluster, profile)}
+    if not paying or not profile.fuse_all_reduce_ops:
+        return paying
+    return paying | {each.name for each in able if each.rows < each.shape[0]}
+
+
+def _rows_pay(table: TensorSpec, cluster: Cluster, profile: Profile) -> bool:
     paths, shape = Paths(cluster, with_given_link(PAPER, cluster, profile), TYPICAL), without_buckets(cluster, profile)
     few = CollectiveSpec("allgather", COUNT_BYTES, COUNT_BYTES, flat=True)
     whole = CollectiveSpec("allreduce", table.nbytes, ITEM_BYTES[table.dtype])

@@ -10,7 +10,7 @@ import pytest
 
 from fleet_train.cluster import Cluster
 from fleet_train.plan import CommPlan, TensorSpec, build_plan, explain
-from fleet_train.plan.build import sends_rows, with_rows
+from fleet_train.plan.build import tables_by_rows, with_rows
 from fleet_train.plan.choose import ChoiceConditions, choose
 from fleet_train.plan.price import PAPER, Compute, predict
 from fleet_train.plan.simulate import Local, SimulatedJob
@@ -59,6 +59,15 @@ def test_the_bytes_are_those_of_counts_indices_and_values() -> None:
     assert with_rows(dense, Profile(sparse_embeddings=False), 3) == dense
 
 
+def test_a_table_that_would_not_pay_alone_goes_along_unless_a_step_touches_all_of_it() -> None:
+    touched = replace(SMALL, name="touched", rows=300)
+    assert tables_by_rows([SMALL, touched], PAIR, Profile()) == set()
+    assert tables_by_rows([SMALL, LARGE, touched], PAIR, Profile()) == {"small", "large"}
+    assert tables_by_rows([SMALL, LARGE], PAIR, Profile(fuse_all_reduce_ops=False)) == {"large"}
+    plan = build_plan([LARGE, SMALL, DENSE[0]], PAIR, Profile(fuse_grad_size_in_MB=16.0))
+    assert members(plan) == [("rows", ["large", "small"]), ("allreduce", ["w0"])]
+
+
 @pytest.mark.parametrize(
     ("table", "cluster", "knobs", "sent"),
     [
@@ -78,7 +87,7 @@ def test_the_bytes_are_those_of_counts_indices_and_values() -> None:
 def test_rows_are_sent_where_they_can_pay(
     table: TensorSpec, cluster: Cluster, knobs: dict[str, Any], sent: bool
 ) -> None:
-    assert sends_rows(table, cluster, Profile(**knobs)) == sent
+    assert tables_by_rows([table], cluster, Profile(**knobs)) == ({table.name} if sent else set())
     assert ("rows" in [kind for kind, _ in members(plan_of(table, cluster=cluster, **knobs))]) == sent
 
 
