@@ -5,6 +5,7 @@ A kit has a framework's layers and draws their start values one after the other:
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -94,7 +95,8 @@ class PaddleKit(Kit):
         self.nn: Any = paddle.nn
         self.base, self.relu = paddle.nn.Layer, paddle.nn.functional.relu
         self.pool, self.layers = paddle.nn.AdaptiveAvgPool2D(1), paddle.nn.LayerList
-        self.gelu, attention = paddle.nn.functional.gelu, paddle.nn.functional.scaled_dot_product_attention
+        functional = paddle.nn.functional
+        attention, self.gelu = functional.scaled_dot_product_attention, partial(functional.gelu, approximate=True)
         self.attention = lambda *stacks: attention(*stacks, is_causal=True)
 
         def attribute(value: NDArray[np.float32]) -> Any:
@@ -137,7 +139,8 @@ class TorchKit(Kit):
         self._torch, self.nn, self.base, self.relu = torch, torch.nn, torch.nn.Module, torch.relu
         self._has_sparse_tables = has_sparse_tables
         self.pool, self.layers = torch.nn.AdaptiveAvgPool2d(1), torch.nn.ModuleList
-        self.gelu, attention = torch.nn.functional.gelu, torch.nn.functional.scaled_dot_product_attention
+        functional = torch.nn.functional
+        attention, self.gelu = functional.scaled_dot_product_attention, partial(functional.gelu, approximate="tanh")
         self.attention = lambda *stacks: attention(
             *(each.transpose(1, 2) for each in stacks), is_causal=True
         ).transpose(1, 2)
