@@ -99,7 +99,7 @@ def record(name: str = "a", **changed: Any) -> Record:
     rounds = changed.pop("rounds", [turn("ours:bf16_compression", scores=(3.9, 3.6), facts=facts)])
     content = {
         "circumstances": at, "sittings": [at], "lab": {"nodes": 2, "ranks_per_node": 1, "rate": "1gbit"},
-        "task": dataclasses.asdict(dataclasses.replace(TASKS["bytes"], steps=10)) | {"network": "x", "data": "y"},
+        "task": dataclasses.asdict(dataclasses.replace(TASKS["bytes"], steps=10, targets=(3.6, 3.45, 3.35))) | {"network": "x", "data": "y"},
         "contestants": list(dict.fromkeys(each["contestant"] for each in rounds)), "frozen": "0123456789abcdef",
         "whole_rounds": 2, "repeats": 2, "failures": [], "rounds": rounds,
     }  # fmt: skip

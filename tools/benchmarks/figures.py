@@ -5,7 +5,8 @@
 
 `FIGURES` is the list. An entry has the words of a page with gaps, and the function that fills them from the newest
 record of its kind (docs/benchmarks/DATE-KIND.json): a page that says otherwise is named, with what it should say. A
-record that a page links to has an entry for that page, or a block that `python tools/bench.py quote` writes.
+record that a page links to has an entry for that page, or a block that `python tools/bench.py quote` writes; what a
+sentence says of all of a record ("every", "none", "the same") is an entry's, too.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from tools.benchmarks.record import FOLDER, ROOT, table
 
 PAGE = "docs/figures.md"
 _LINK = re.compile(r"benchmarks/(\d{4}-\d\d-\d\d-([\w-]+))\.(?:md|jsonl?|svg)\b")
+_OF_ALL = re.compile(r"\b(all|none|every|same|never|always)\b")
+_END_OF_SENTENCE = re.compile(r"(?<=[.;:|]) ")
 _GAP = re.compile(r"\{[^}]*\}")
 _UP_TO_3_WORDS = r"\S+?(?: \S+?){0,2}"
 _WHOLE = r"(?<!\d)(?<!\d[.,]){}(?![.,]?\d)"  # 30 is not in 130, nor in 30.5
@@ -278,6 +281,19 @@ def problems(texts: Mapping[str, str], sources: Mapping[str, Source]) -> Iterato
                 yield f"{page}: links to {name}, and tools/benchmarks/figures.py has no entry for {kind} on this page"
             elif kind in sources and sources[kind].name != name:
                 yield f"{page}: links to {name}; the newest record is {sources[kind].name}"
+        yield from _said_of_all(page, text, sources)
+
+
+def _said_of_all(page: str, text: str, sources: Mapping[str, Source]) -> Iterator[str]:
+    """Sentences with a link to a record that say "all", "none", "every" or the like in words that no entry has: an
+    entry's values compute them."""
+    text = " ".join(quote.with_blocks(text, ()).split())
+    for figure in (each for each in FIGURES if each.page == page and each.kind in sources):
+        words = " ".join(words_of(figure, sources[figure.kind]).split())
+        text = text.replace(words, _OF_ALL.sub("", words))
+    for sentence in _END_OF_SENTENCE.split(text):
+        if _LINK.search(sentence) and (found := _OF_ALL.search(sentence)):
+            yield f"{page}: says {found[0]!r} of a record in words that no entry computes: {sentence[:160]!r}"
 
 
 def written(sources: Mapping[str, Source]) -> str:
