@@ -21,6 +21,7 @@ from tools.benchmarks.ranks import Window, window_of
 from tools.benchmarks.record import FOLDER, Keep, Record, all_records, circumstances, quotable
 from tools.benchmarks.tasks import TASKS, Batches, Judge, auc, bits_per_byte, sources
 
+TASK = dataclasses.replace(TASKS["bytes"], steps=10, targets=(3.6, 3.45, 3.35))
 AT: dict[str, Any] = {
     "date": "2026-11-23T10:00:00+00:00", "commit": "0123456789abcdef", "uncommitted_changes": False, "command": "x",
     "versions": {"python": "3.11"}, "processor": "a CPU", "processors": 2, "kernel": "6.1",
@@ -99,7 +100,7 @@ def record(name: str = "a", **changed: Any) -> Record:
     rounds = changed.pop("rounds", [turn("ours:bf16_compression", scores=(3.9, 3.6), facts=facts)])
     content = {
         "circumstances": at, "sittings": [at], "lab": {"nodes": 2, "ranks_per_node": 1, "rate": "1gbit"},
-        "task": dataclasses.asdict(dataclasses.replace(TASKS["bytes"], steps=10, targets=(3.6, 3.45, 3.35))) | {"network": "x", "data": "y"},
+        "task": dataclasses.asdict(TASK) | {"network": "x", "data": "y"},
         "contestants": list(dict.fromkeys(each["contestant"] for each in rounds)), "frozen": "0123456789abcdef",
         "whole_rounds": 2, "repeats": 2, "failures": [], "rounds": rounds,
     }  # fmt: skip
