@@ -1,6 +1,6 @@
 """The demo behind `make demo`: two "nodes" on this machine train on handwritten digits through the real launcher.
 
-Each node is one `python -m fleet_train launch` on a loopback address of its own, exactly as on two machines.
+Each node is one `fleet_train launch` on a loopback address of its own, exactly as on two machines.
 Fails when the job does, when it takes too long, or when the network has not learnt the digits.
 """
 

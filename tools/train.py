@@ -1,4 +1,4 @@
-"""The reference trainer as a script, for launchers that need a path: the same flags as `python -m fleet_train train`.
+"""The reference trainer as a script, for launchers that need a path: the same flags as `fleet_train train`.
 
 python -m paddle.distributed.launch --ips=A,B --host=A --nproc_per_node=2 tools/train.py --model cnn --data digits
 """

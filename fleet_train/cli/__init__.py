@@ -34,7 +34,7 @@ COMMANDS = {
 GONE = {
     "completion": 'eval "$(_FLEET_TRAIN_COMPLETE=bash_source fleet_train)" in ~/.bashrc completes fleet_train on TAB; '
     "zsh_source, fish_source alike",
-    "check": "python -m fleet_train doctor --data DIR --needs SAMPLES_PER_SECOND measures how fast a folder is read",
+    "check": "fleet_train doctor --data DIR --needs SAMPLES_PER_SECOND measures how fast a folder is read",
     "manifest": "copy a file of tools/examples/cluster/ in the project's repository (train.sbatch, job.yaml, "
     "paddlejob.yaml, trainjob.yaml) and edit the lines that it marks",
 }
@@ -92,10 +92,8 @@ def _shown() -> str:
 
 def main() -> None:
     """Run the command line; a FleetTrainError becomes one line on stderr and its own exit code, Ctrl-C code 130."""
-    # A shell completes a program by its name.
-    name = "fleet_train" if _COMPLETE in os.environ else "python -m fleet_train"
     try:
-        status = cli(prog_name=name, complete_var=_COMPLETE, obj=os.environ, standalone_mode=False)
+        status = cli(prog_name="fleet_train", complete_var=_COMPLETE, obj=os.environ, standalone_mode=False)
         sys.exit(status)
     except click.Abort as aborted:
         if isinstance(aborted.__cause__, EOFError):  # a truncated file, read by a script or by us: click says nothing

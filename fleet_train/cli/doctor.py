@@ -1,4 +1,4 @@
-"""``python -m fleet_train doctor``: what is wrong with these machines, or with the network between them?"""
+"""``fleet_train doctor``: what is wrong with these machines, or with the network between them?"""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ What is examined, in this order:
 
 \b
 Examples:
-  python -m fleet_train doctor
-  python -m fleet_train doctor --ips 10.0.0.1,10.0.0.2     (the same line on both machines)
-  python -m fleet_train doctor --ips 10.0.0.1,10.0.0.2 --strategy multi_node --script train.py
-  python -m fleet_train doctor --skip group --json
-  python -m fleet_train doctor --only data --data ./ImageNet --needs 1200
+  fleet_train doctor
+  fleet_train doctor --ips 10.0.0.1,10.0.0.2     (the same line on both machines)
+  fleet_train doctor --ips 10.0.0.1,10.0.0.2 --strategy multi_node --script train.py
+  fleet_train doctor --skip group --json
+  fleet_train doctor --only data --data ./ImageNet --needs 1200
 
 \b
 Under a launcher or an engine (Slurm, MPI, Kubernetes), on its nodes:
-  python -m fleet_train launch --ips 10.0.0.1,10.0.0.2 -m fleet_train doctor
-  srun --ntasks-per-node=1 python -m fleet_train doctor
+  fleet_train launch --ips 10.0.0.1,10.0.0.2 -m fleet_train doctor
+  srun --ntasks-per-node=1 fleet_train doctor
 
 \b
 Each line shows PASS, WARN (suspicious) or FAIL; the check; the host, or the source and destination hosts; the

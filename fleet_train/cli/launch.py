@@ -1,4 +1,4 @@
-"""``python -m fleet_train launch``: start this node's ranks of a job."""
+"""``fleet_train launch``: start this node's ranks of a job."""
 
 from __future__ import annotations
 
@@ -38,28 +38,28 @@ _EXAMPLES = """
 \b
 Examples
   # one machine, two processes
-  python -m fleet_train launch --nproc_per_node=2 train.py --epochs 3
+  fleet_train launch --nproc_per_node=2 train.py --epochs 3
 \b
   # two machines: the same command on each, only --node_ip differs
-  python -m fleet_train launch --cluster_node_ips=192.168.1.2,192.168.1.3 \\
+  fleet_train launch --cluster_node_ips=192.168.1.2,192.168.1.3 \\
       --node_ip=192.168.1.2 --started_port=6170 --selected_gpus=0,1,2,3 \\
       --strategy multi_node --log_dir mylog train.py --epochs 3
 \b
   # three machines that ssh reaches: one command, typed once; two processes on pc2
-  python -m fleet_train launch --hosts pc1,pc2:2,pc3 --strategy multi_node train.py
+  fleet_train launch --hosts pc1,pc2:2,pc3 --strategy multi_node train.py
 \b
   # the same, restarted when a process or machine fails; the script loads its checkpoint
-  python -m fleet_train launch --cluster_node_ips=192.168.1.2,192.168.1.3 --max_restarts=3 train.py
+  fleet_train launch --cluster_node_ips=192.168.1.2,192.168.1.3 --max_restarts=3 train.py
 \b
   # three machines with 1, 2 and 1 processes
-  python -m fleet_train launch --cluster_node_ips=192.168.1.2,192.168.1.3:2,192.168.1.4 train.py
+  fleet_train launch --cluster_node_ips=192.168.1.2,192.168.1.3:2,192.168.1.4 train.py
 \b
   # two "nodes" on this one machine, to try it out (one command per terminal)
-  python -m fleet_train launch --cluster_node_ips=127.0.0.2,127.0.0.3 --node_ip=127.0.0.2 train.py
-  python -m fleet_train launch --cluster_node_ips=127.0.0.2,127.0.0.3 --node_ip=127.0.0.3 train.py
+  fleet_train launch --cluster_node_ips=127.0.0.2,127.0.0.3 --node_ip=127.0.0.2 train.py
+  fleet_train launch --cluster_node_ips=127.0.0.2,127.0.0.3 --node_ip=127.0.0.3 train.py
 \b
   # what would be started, with which settings
-  python -m fleet_train launch --dry-run --nproc_per_node=2 train.py
+  fleet_train launch --dry-run --nproc_per_node=2 train.py
 \b
 Everything after the script belongs to the script. The output of rank 0 appears here, that of
 every process in LOG_DIR/workerlog.N. The exit code is 0, that of the rank that failed first,
@@ -331,7 +331,7 @@ def _launch_on_hosts(context: click.Context, where: Where, **flags: Any) -> int:
     "--trace",
     default="",
     metavar="STEPS",
-    help="Trace these steps, such as 100-104, into LOG_DIR/trace.N.bin; then: python -m fleet_train timeline LOG_DIR.",
+    help="Trace these steps, such as 100-104, into LOG_DIR/trace.N.bin; then: fleet_train timeline LOG_DIR.",
 )
 @click.option("--dry-run", is_flag=True, help="Check everything, print what would be started, start nothing.")
 @click.option("-m", "is_module", is_flag=True, help="Run a module instead of a script, as python -m does.")

@@ -1,4 +1,4 @@
-"""``python -m fleet_train monitor``: the curves of runs in a browser, or as text in this terminal."""
+"""``fleet_train monitor``: the curves of runs in a browser, or as text in this terminal."""
 
 from __future__ import annotations
 

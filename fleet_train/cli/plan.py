@@ -1,4 +1,4 @@
-"""``python -m fleet_train plan``: what would be communicated on a hypothetical cluster, and its cost."""
+"""``fleet_train plan``: what would be communicated on a hypothetical cluster, and its cost."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ _EPILOG = """
 \b
 Examples
   # what a built-in model would send on 4 nodes of 2 processes
-  python -m fleet_train plan --model mlp --nodes 4 --ranks_per_node 2
+  fleet_train plan --model mlp --nodes 4 --ranks_per_node 2
 \b
   # your own script; the arguments after --script SCRIPT are the script's
-  python -m fleet_train plan --nodes 2 --strategy multi_node --script train.py --lr 0.1
+  fleet_train plan --nodes 2 --strategy multi_node --script train.py --lr 0.1
 \b
   # the cost on a network of 1 Gb/s, with 30 ms of computing per step
-  python -m fleet_train plan --model cnn --nodes 2 --latency_us 100 --bandwidth_mbps 1000 \\
+  fleet_train plan --model cnn --nodes 2 --latency_us 100 --bandwidth_mbps 1000 \\
       --compute_ms 30 --batch_size 64
 \b
   # simulate the exchange of random gradients, all ranks in this process: is it exact, what is sent?
-  python -m fleet_train plan --model mlp --nodes 2 --strategy powersgd --simulate
+  fleet_train plan --model mlp --nodes 2 --strategy powersgd --simulate
 \b
 --compute_ms is the time of a step of the same script in one process.
 All times and bytes are predictions; docs/planning.md describes the model and its limits.
@@ -61,7 +61,7 @@ _DEFAULTS = {
     "compute_ms": 0.0,
 }
 _LINKS = (
-    "python -m fleet_train recommend measures the links for what it proposes, doctor --ips A,B those between machines; "
+    "fleet_train recommend measures the links for what it proposes, doctor --ips A,B those between machines; "
     "give them here as --latency_us and --bandwidth_mbps"
 )
 

@@ -1,4 +1,4 @@
-"""`python -m fleet_train port`: rewrites old Paddle scripts for Paddle 3 and fleet_train."""
+"""`fleet_train port`: rewrites old Paddle scripts for Paddle 3 and fleet_train."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ PORT_PROGRESS_SECONDS = 5.0
 EXIT_WOULD_CHANGE = 1
 _EPILOG = """\b
 Examples:
-  python -m fleet_train port train.py                  (show the diff, change nothing)
-  python -m fleet_train port --write train.py models/  (change the files; a second run changes nothing)
-  python -m fleet_train port --check .                 (for CI: fails while something would change)
+  fleet_train port train.py                  (show the diff, change nothing)
+  fleet_train port --write train.py models/  (change the files; a second run changes nothing)
+  fleet_train port --check .                 (for CI: fails while something would change)
 
 \b
 Code that cannot be rewritten automatically stays as it was, below a line that says what to use,

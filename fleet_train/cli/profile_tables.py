@@ -14,6 +14,8 @@ from fleet_train.profile.loader import shown_path
 from fleet_train.profile.schema import DESCRIPTIVE, FLAG_KNOBS
 
 _SHOWN = [name for name in KNOBS if name not in DESCRIPTIVE]
+FIRST = ("single_node", "multi_node", "next_step", "int8_compression", "local_sgd", "streaming_diloco")
+"""The profiles for nearly all cases, in the order in which one looks at them."""
 EXPLAINED = {
     "carried out": "does what it says",
     "mapped": "what it asked for is done differently today",
@@ -33,12 +35,15 @@ def _reason(name: str) -> str:
         return f"does not load: {error}"
 
 
-def catalogue_table(width: int) -> str:
-    rows = catalogue()
+def catalogue_table(width: int, everything: bool) -> str:
+    """The first ones, and with ``everything`` the others."""
+    rows = sorted(catalogue(), key=lambda row: FIRST.index(row["name"]) if row["name"] in FIRST else len(FIRST))
     column = max(len(row["name"]) for row in rows) + 2
     lines = [_wrapped(row["name"].ljust(column), row["description"], width) for row in rows]
-    hint = "Knobs of one: python -m fleet_train profiles NAME"
-    return "\n".join([f"Profiles in {shown_path(catalogue_folder())}:", "", *lines, "", hint])
+    first, others = lines[: len(FIRST)], lines[len(FIRST) :]
+    rest = ["", *others] if everything else ["", f"{len(others)} others: fleet_train profiles --all"]
+    hint = "Settings of one: fleet_train profiles NAME"
+    return "\n".join([f"Profiles in {shown_path(catalogue_folder())}:", "", *first, *rest, "", hint])
 
 
 def pairs() -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""``python -m fleet_train profiles``: the catalogue, or one profile with the fate of each knob."""
+"""``fleet_train profiles``: the catalogue, or one profile with the fate of each knob."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from fleet_train.cli.options import profiles
 
 @click.command(name="profiles")
 @click.argument("profile", metavar="[NAME|FILE]", required=False, shell_complete=profiles)
+@click.option("--all", "everything", is_flag=True, help="List every profile, not only those for nearly all cases.")
 @click.option("--compatibility", is_flag=True, help="Show which strategies go together in one profile, and why.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of text for people.")
-def command(profile: str | None, compatibility: bool, as_json: bool) -> None:
+def command(profile: str | None, everything: bool, compatibility: bool, as_json: bool) -> None:
     """List the strategy profiles, or show one with each knob's fate.
 
-    Without an argument: the profiles of the catalogue with the reason for each. With a profile's name or file: every
-    knob with its value, where that was set, its default, its meaning and its fate, and what was measured with it.
+    Without an argument: the profiles for nearly all cases, with --all the whole catalogue, with the reason for each.
+    With a profile's name or file: every knob with its value, where that was set, its default, its meaning and its
+    fate, and what was measured with it.
 
     \b
     A knob is one of
@@ -28,13 +30,14 @@ def command(profile: str | None, compatibility: bool, as_json: bool) -> None:
 
     \b
     Examples:
-      python -m fleet_train profiles
-      python -m fleet_train profiles multi_node
-      python -m fleet_train profiles ./my_profile.yaml --json
-      python -m fleet_train profiles --compatibility
+      fleet_train profiles
+      fleet_train profiles --all
+      fleet_train profiles multi_node
+      fleet_train profiles ./my_profile.yaml --json
+      fleet_train profiles --compatibility
 
     Your own profile is a YAML file that begins with `extends: multi_node` and sets the knobs that differ.
-    Use it with `python -m fleet_train launch --strategy NAME|FILE ...`, or in a script with
+    Use it with `fleet_train launch --strategy NAME|FILE ...`, or in a script with
     DistributedStrategy.from_profile(...).
     """
     if compatibility and profile is not None:
@@ -44,7 +47,7 @@ def command(profile: str | None, compatibility: bool, as_json: bool) -> None:
     if compatibility:
         click.echo(json.dumps(tables.pairs(), indent=2) if as_json else tables.compatibility_table(_width()))
     elif profile is None:
-        click.echo(json.dumps(tables.catalogue(), indent=2) if as_json else tables.catalogue_table(_width()))
+        click.echo(json.dumps(tables.catalogue(), indent=2) if as_json else tables.catalogue_table(_width(), everything))
     else:
         from fleet_train.profile import load_profile
 

@@ -1,4 +1,4 @@
-"""``python -m fleet_train recommend``: which profile is best for a script on this cluster?"""
+"""``fleet_train recommend``: which profile is best for a script on this cluster?"""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fleet_train.recommend.options import ALLOWABLE, DEFAULT_FOLDER, DEFAULT_OUT
 
 _EPILOG = """\b
 Examples:
-  python -m fleet_train recommend --script train.py --lr 0.1
-  python -m fleet_train recommend --ips 10.0.0.1,10.0.0.2 --script train.py     (the same line on both machines)
-  python -m fleet_train recommend --allow lossy --allow local_steps --script train.py
+  fleet_train recommend --script train.py --lr 0.1
+  fleet_train recommend --ips 10.0.0.1,10.0.0.2 --script train.py     (the same line on both machines)
+  fleet_train recommend --allow lossy --allow local_steps --script train.py
 
 \b
 As the program of a launcher, one process per rank:
-  python -m fleet_train launch --ips 10.0.0.1,10.0.0.2 -m fleet_train recommend --script train.py
+  fleet_train launch --ips 10.0.0.1,10.0.0.2 -m fleet_train recommend --script train.py
 
 \b
 Each trial runs the unchanged script for some steps and then stops it: give it an output folder it may write to.

@@ -1,4 +1,4 @@
-"""``python -m fleet_train selftest``: does this cluster do what training will need?"""
+"""``fleet_train selftest``: does this cluster do what training will need?"""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Checks, in this order:
 
 \b
 Examples:
-  python -m fleet_train selftest
-  python -m fleet_train selftest --nproc 4 --skip faults
-  python -m fleet_train selftest --ips 10.0.0.1,10.0.0.2     (the same line on both machines)
-  python -m fleet_train selftest --only faults --json
-  python -m fleet_train selftest --ladder                    (the first hour on GPUs)
+  fleet_train selftest
+  fleet_train selftest --nproc 4 --skip faults
+  fleet_train selftest --ips 10.0.0.1,10.0.0.2     (the same line on both machines)
+  fleet_train selftest --only faults --json
+  fleet_train selftest --ladder                    (the first hour on GPUs)
 
 \b
 As the program of a launcher, one process per rank:
-  python -m fleet_train launch --ips 10.0.0.1,10.0.0.2 --nproc_per_node 8 -m fleet_train selftest
+  fleet_train launch --ips 10.0.0.1,10.0.0.2 --nproc_per_node 8 -m fleet_train selftest
   python -m paddle.distributed.launch --master 10.0.0.1:6070 --nnodes 2 --nproc_per_node 8 \\
       {_SCRIPT} selftest
 

@@ -1,4 +1,4 @@
-"""``python -m fleet_train stacks``: in which line each rank of a running job stands."""
+"""``fleet_train stacks``: in which line each rank of a running job stands."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 _EPILOG = """\b
 Examples:
-  python -m fleet_train stacks
-  python -m fleet_train stacks --log_dir mylog
-  python -m fleet_train stacks --ips 192.168.1.2,192.168.1.3 --nproc 2
-  python -m fleet_train stacks --hosts pc1,pc2,pc3
-  python -m fleet_train stacks --samples 20
+  fleet_train stacks
+  fleet_train stacks --log_dir mylog
+  fleet_train stacks --ips 192.168.1.2,192.168.1.3 --nproc 2
+  fleet_train stacks --hosts pc1,pc2,pc3
+  fleet_train stacks --samples 20
 """
 
 

@@ -1,4 +1,4 @@
-"""``python -m fleet_train timeline``: where the time of a job's steps went, on one clock for all machines."""
+"""``fleet_train timeline``: where the time of a job's steps went, on one clock for all machines."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from fleet_train.log import logger
 _REASONS = 5
 _EPILOG = """\b
 Examples:
-  python -m fleet_train launch --trace 100-104 --nproc_per_node 2 train.py
-  python -m fleet_train timeline log
-  python -m fleet_train timeline log --step 102 --png step.png
+  fleet_train launch --trace 100-104 --nproc_per_node 2 train.py
+  fleet_train timeline log
+  fleet_train timeline log --step 102 --png step.png
 
 \b
 FOLDER/timeline.json opens in https://ui.perfetto.dev and in chrome://tracing. After a failure there is

@@ -1,4 +1,4 @@
-"""``python -m fleet_train top``: what the ranks of a job do right now."""
+"""``fleet_train top``: what the ranks of a job do right now."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _TOP_REFRESH_SECONDS = 1.0
 
 _EPILOG = """\b
 Examples:
-  python -m fleet_train top
-  python -m fleet_train top --log_dir mylog --once
-  python -m fleet_train top --hosts pc1,pc2,pc3
-  watch -n 5 'python -m fleet_train top --json | jq .[].step_ms'
+  fleet_train top
+  fleet_train top --log_dir mylog --once
+  fleet_train top --hosts pc1,pc2,pc3
+  watch -n 5 'fleet_train top --json | jq .[].step_ms'
 
 \b
 Exit codes:

@@ -1,4 +1,4 @@
-"""`python -m fleet_train train`: flags of the reference trainer. Paddle is imported after they are checked."""
+"""`fleet_train train`: flags of the reference trainer. Paddle is imported after they are checked."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def _refuse_without_effect(context: click.Context, options: Mapping[str, Any]) -
 @_option(
     "--straggler_factor", "Report a rank whose step takes this many times the others' median; 0 = never.", type=Number()
 )
-@_option("--trace", "Trace these steps, such as 100-104; then: python -m fleet_train timeline.", metavar="STEPS")
+@_option("--trace", "Trace these steps, such as 100-104; then: fleet_train timeline.", metavar="STEPS")
 @_option("--prometheus_port", "Port of /metrics for Prometheus on rank 0.", type=WholeNumberRange(1, 65535))
 @_option("--prometheus_host", "Address of /metrics; 0.0.0.0 = every address of the machine.")
 @_option("--on_nan", "What to do about a loss or gradient that is NaN or infinite.", type=click.Choice(ON_NAN))

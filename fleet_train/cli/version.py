@@ -1,4 +1,4 @@
-"""``python -m fleet_train version``: what a bug report needs."""
+"""``fleet_train version``: what a bug report needs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _GIB = 1 << 30
 
 _EPILOG = """\b
 Examples:
-  python -m fleet_train version
-  python -m fleet_train version --json
-  python -m fleet_train --version              (one line)
+  fleet_train version
+  fleet_train version --json
+  fleet_train --version              (one line)
 
 \b
 The output has no host name, address, path or value of a variable: it can be pasted into a bug report.
-Paddle is not imported; python -m fleet_train selftest checks whether it works.
+Paddle is not imported; fleet_train selftest checks whether it works.
 """
 
 

@@ -131,7 +131,7 @@ def alone_despite(environ: Mapping[str, str], launched: int | None = None) -> st
     if not more or (more == ["RANK"] and not _BESIDE_RANK & environ.keys()):
         return alone_in_allocation(environ)
     alone = "this process trains alone" if ranks == 1 else f"this job has {ranks} ranks"
-    start = "start the script with python -m fleet_train launch"
+    start = "start the script with fleet_train launch"
     if launched:
         start = "give --nproc_per_node=N, or the machines (--cluster_node_ips, --hosts)"
     return (

@@ -59,13 +59,13 @@ def cluster_from_environ(environ: Mapping[str, str], launcher_command: Sequence[
         raise ClusterError(
             f"PADDLE_TRAINERS_NUM={environ['PADDLE_TRAINERS_NUM']} asks for several processes but "
             "PADDLE_TRAINER_ENDPOINTS, which says where they are, is not set; start the job with "
-            "python -m fleet_train launch, or set PADDLE_TRAINER_ENDPOINTS=host:port,host:port,..."
+            "fleet_train launch, or set PADDLE_TRAINER_ENDPOINTS=host:port,host:port,..."
         )
     if started is None and (rank := _integer(environ, "PADDLE_TRAINER_ID", 0)) != 0:
         raise ClusterError(
             f"PADDLE_TRAINER_ID={rank} makes this process one of several, but PADDLE_TRAINERS_NUM and "
             "PADDLE_TRAINER_ENDPOINTS, which say of how many and where they are, are not set; start the job with "
-            "python -m fleet_train launch, or unset PADDLE_TRAINER_ID to train in this process alone"
+            "fleet_train launch, or unset PADDLE_TRAINER_ID to train in this process alone"
         )
     return Cluster.single()
 
@@ -246,7 +246,7 @@ def _fewer_than_asked(asked: AskedLaunch, node_ip: str, first_port: int, asked_f
     script = " ".join(asked.script) or "train.py"
     return (
         f"paddle.distributed.launch was asked for {asked_for} processes on this machine and started {started} "
-        "(on a CPU build it ignores --selected_gpus). The command that works: python -m fleet_train launch "
+        "(on a CPU build it ignores --selected_gpus). The command that works: fleet_train launch "
         f"--cluster_node_ips={nodes} --node_ip={node_ip} --started_port={first_port} "
         f"{'' if ':' in nodes else f'--nproc_per_node={asked_for} '}{script}"
     )

@@ -33,7 +33,7 @@ def read(environ: Mapping[str, str]) -> Started | None:
     if of.text("HOROVOD_ELASTIC"):
         raise ClusterError(
             "horovodrun started this process in an elastic job (--min-np, --host-discovery-script), whose ranks change "
-            "while it runs; use a fixed -np, or python -m fleet_train launch --max_restarts=3 --min_nodes=N"
+            "while it runs; use a fixed -np, or fleet_train launch --max_restarts=3 --min_nodes=N"
         )
     return of.started(
         "HOROVOD_RANK",

@@ -88,7 +88,7 @@ class OwnStreamProof:
                 logger.warning(
                     "collective_stream: own is given up, and all ranks go on with calc: on %s, %s. Streams of their "
                     "own do not read what has been computed here; nothing wrong was used. Set collective_stream: calc, "
-                    "and please report it with the output of: python -m fleet_train selftest --ladder",
+                    "and please report it with the output of: fleet_train selftest --ladder",
                     self._job.cluster.describe(first),
                     found[first],
                 )

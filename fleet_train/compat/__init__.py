@@ -1,7 +1,7 @@
 """Functions of Paddle 1.x that today's Paddle has no equivalent for, on programs of Paddle 3 (PIR).
 
 Each takes the arguments of its namesake in ``paddle.fluid.layers`` 1.8, in the same order with the same defaults, and
-returns the same numbers with the same default initial values; `python -m fleet_train port` writes calls of them where a
+returns the same numbers with the same default initial values; `fleet_train port` writes calls of them where a
 plain renaming would change what a script computes. ``use_cudnn`` and ``in_place`` chose a kernel and are ignored.
 Parameters are named as in 1.8: `parameters`. New programs should use ``paddle.nn``.
 """

@@ -216,10 +216,10 @@ _ABSENT = {
     "InMemoryDataset QueueDataset MultiSlotDataGenerator MultiSlotStringDataGenerator": (
         "is in fleet_train.compat, for compat.train_from_dataset; docs/old-programs.md has a recipe"
     ),
-    "launch": "is a command: python -m fleet_train launch --help",
-    "launch_utils": "is internal to Paddle's launcher; python -m fleet_train launch --help",
-    "cloud_utils": "is internal to Paddle's launcher; python -m fleet_train launch --use_paddlecloud",
-    "elastic": "is an option of the launcher: python -m fleet_train launch --max_restarts 3 --min_nodes 2",
+    "launch": "is a command: fleet_train launch --help",
+    "launch_utils": "is internal to Paddle's launcher; fleet_train launch --help",
+    "cloud_utils": "is internal to Paddle's launcher; fleet_train launch --use_paddlecloud",
+    "elastic": "is an option of the launcher: fleet_train launch --max_restarts 3 --min_nodes 2",
     "local_device_ids": "is not supported; fleet.place() is this rank's device, fleet.local_rank() its index",
     "world_device_ids": "is not supported; fleet.place() is this rank's device, fleet.node_num() the nodes",
     (
@@ -236,7 +236,7 @@ _ABSENT = {
     "get_current_id current_id": "is fleet.worker_index()",
     "current_endpoint": "is fleet.worker_endpoints()[fleet.worker_index()]",
     "collective_perf allreduce_perf reduce_perf broadcast_perf allgather_perf reduce_scatter_perf": (
-        "is not supported; python -m fleet_train recommend measures this network"
+        "is not supported; fleet_train recommend measures this network"
     ),
     "check_memory_usage get_log_level_code get_log_level_name set_log_level log_util": (
         "is not supported; fleet_train has no log levels: it prints each message once, on rank 0's stderr"

@@ -448,7 +448,7 @@ def sample_offset(value: Any) -> Any:
 def trace(first: int, last: int | None = None, path: str | Path | None = None) -> None:
     """Trace the steps (updates, counted from 1) ``first`` to ``last``: each rank writes its events to
     ``trace.<rank>.bin`` in the folder ``path`` (default: the launcher's log folder, else the current one) when the last
-    of them has ended, and ``python -m fleet_train timeline`` shows them.
+    of them has ended, and ``fleet_train timeline`` shows them.
 
     All ranks call it, with steps to come. Called before ``minimize`` it also shows where the backward pass begins.
     """

@@ -132,7 +132,7 @@ def apply_environment(profile: Profile) -> list[str]:
     if late:
         notices.append(
             f"profile '{profile.name}' sets {', '.join(late)} after this process started, too late for variables "
-            "read at start: start with python -m fleet_train launch --strategy"
+            "read at start: start with fleet_train launch --strategy"
         )
     return notices
 

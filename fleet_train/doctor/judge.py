@@ -337,7 +337,7 @@ def data_findings(examined: Examination) -> Iterator[Finding]:
 
 
 def group_findings(examined: Examination) -> Iterator[Finding]:
-    fix = "the logs of the group are beside the job's (doctor.N.log); python -m fleet_train selftest says more"
+    fix = "the logs of the group are beside the job's (doctor.N.log); fleet_train selftest says more"
     for index, result in examined.groups.items():
         host = (examined.host(index),)
         if result.skipped:

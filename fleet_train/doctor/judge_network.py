@@ -300,7 +300,7 @@ def latency(pair: tuple[str, str], there: str, echo: Echo) -> Finding:
     return _finding(
         "latency", level_above(fastest, LATENCY_FAIL, LATENCY_WARN), pair,
         f"round trip {echo.median * 1e3:.2f} ms, the fastest {fastest * 1e3:.2f} ms", f"{LATENCY_WARN * 1e3:g} ms",
-        f"mtr {there}; for inherently slow links: python -m fleet_train recommend",
+        f"mtr {there}; for inherently slow links: fleet_train recommend",
     )  # fmt: skip
 
 

@@ -93,7 +93,7 @@ def write_into(folder: Path, mark: str) -> dict[str, object]:
         facts["free"] = space.f_bavail * space.f_frsize
         facts["free_files"] = space.f_favail if space.f_files else UNLIMITED
         with open_new(there / mark) as file:
-            file.write(b"Made by `python -m fleet_train doctor`; may be removed.\n")
+            file.write(b"Made by `fleet_train doctor`; may be removed.\n")
         facts["bytes_per_second"] = _speed(trial)
     except OSError as error:
         facts["error"] = f"cannot be written to: {error.strerror or error}"

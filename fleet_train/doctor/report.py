@@ -111,7 +111,7 @@ class AfterFailure:
         if finding is None:
             return ""
         ips = ",".join(self._node.addresses)
-        more = f"python -m fleet_train doctor{f' --ips {ips}' if len(self._node.addresses) > 1 else ''}"
+        more = f"fleet_train doctor{f' --ips {ips}' if len(self._node.addresses) > 1 else ''}"
         return f"doctor: {finding.line}; more: {more}"
 
     def _findings(self) -> Iterator[Finding]:

@@ -28,7 +28,7 @@ _RULES: dict[str, Rule] = {
     **{f"paddle.distributed.{name}": To(f"compat.{name}") for name in DATASETS[:2]},
     "fleetx": Todo(
         "the network from paddle.vision.models or paddle.nn and data from paddle.io.DataLoader, or "
-        "`python -m fleet_train train --model ResNet50`"
+        "`fleet_train train --model ResNet50`"
     ),
     **STATIC,
 }

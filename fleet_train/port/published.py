@@ -117,5 +117,5 @@ def after_failure(last_lines: Sequence[str]) -> str:
         imported = re.findall(r"^\s*(?:import|from)\s+([\w.]+)", content.decode(errors="replace"), re.MULTILINE)
         if why and (framework := framework_of(imported)) not in ("", PADDLE):
             return f"{shown} {why}; and it is written for {framework}: {GUIDE} has what to write for its lines"
-    command = f"python -m fleet_train port {shlex.quote(shown)}"
+    command = f"fleet_train port {shlex.quote(shown)}"
     return f"{shown} {why}; {command} shows what to change, and changes it with --write" if why else ""

@@ -56,7 +56,7 @@ PROGRAMS: dict[str, Rule] = {
     "ExecutionStrategy": Todo(
         "nothing: threads are FLAGS today; in a fleet script, DistributedStrategy().exec_strategy"
     ),
-    "ParallelExecutor": Todo("paddle.static.Executor with one process per device (python -m fleet_train launch)"),
+    "ParallelExecutor": Todo("paddle.static.Executor with one process per device (fleet_train launch)"),
     "DistributeTranspiler": Todo("fleet.distributed_optimizer; parameter servers are not supported"),
     "DistributeTranspilerConfig": Todo("DistributedStrategy; parameter servers are not supported"),
     "memory_optimize": Todo("delete the call: the executor frees memory by itself"),
@@ -195,7 +195,7 @@ FACADE: dict[str, Rule] = {
     "save_check_point": Todo("fleet.save_persistables(exe, dirname) and a file of your own for the epoch"),
     "load_check_point": Todo("fleet.load_persistables(exe, dirname) and a file of your own for the epoch"),
     "save": Todo("fleet.save_persistables(exe, dirname) or fleet.save_inference_model(exe, dirname, feeds, targets)"),
-    "meta_optimizers": Todo("the profile's knobs: python -m fleet_train profiles"),
+    "meta_optimizers": Todo("the profile's knobs: fleet_train profiles"),
     "meta_optimizers.sharding.utils": Todo("fleet.save_persistables(exe, dirname), which gathers what ranks own"),
     **{name: Todo(_SERVERS) for name in ("init_server", "run_server", "server_index", "shrink")},
 }

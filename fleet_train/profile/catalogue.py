@@ -18,6 +18,8 @@ from fleet_train.profile.rules import suggestion, value_problems
 
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 SUFFIXES = (".yaml", ".yml")
+RENAMED = {"ethernet_1g": "streaming_diloco"}
+"""Names that profiles had, and the names of the same settings today."""
 MEASURED = "measured.json"
 """The file with measurements that `tools/bench.py quote` writes from records, which an installed package lacks."""
 
@@ -52,7 +54,7 @@ def find_profile(name_or_path: str, folder: Path | None = None) -> Path:
     Raises ProfileError for a file that does not have a profile's name, without reading it.
     """
     if NAME.fullmatch(name_or_path):
-        named = catalogue_folder() / f"{name_or_path}.yaml"
+        named = catalogue_folder() / f"{RENAMED.get(name_or_path, name_or_path)}.yaml"
         if named.is_file():
             return named
         raise ProfileError(f"{name_or_path!r} is not a profile of the catalogue{_describe_known(name_or_path)}")
@@ -75,6 +77,8 @@ def load_profile(name_or_path: str) -> Profile:
     """The profile of a catalogue name or a file. Raises ProfileError with ``file:line`` for each problem in it."""
     path = find_profile(name_or_path)
     profile = load_file(path, find_profile)
+    if name_or_path in RENAMED:
+        profile = profile.with_notes([f"profile '{name_or_path}' is called '{path.stem}' now"])
     if path.parent.resolve() != catalogue_folder():
         return profile
     return profile.with_choices(MEASURED, measured=list(measurements().get(path.stem, ())))

@@ -24,7 +24,7 @@ from fleet_train.profile.schema import DESCRIPTIVE, FLAG_KNOBS, KNOBS, Settings
 JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
 MARKDOWN_HEAD = """# Knobs
 
-Made from the code by `python -m fleet_train.profile.export`; do not edit. `python -m fleet_train profiles NAME` prints
+Made from the code by `python -m fleet_train.profile.export`; do not edit. `fleet_train profiles NAME` prints
 the same with the values of one profile. How to write a profile: [profiles](strategies.md#profiles).
 
 Each knob has one of three fates. **carried out**: it does what it says. **mapped**: what it asked for is done
@@ -34,7 +34,7 @@ what to use instead. Nothing is ignored silently.
 COMPATIBILITY_HEAD = """
 ## Which strategies go together
 
-`python -m fleet_train profiles --compatibility` prints the same. A profile that combines two that do not go together
+`fleet_train profiles --compatibility` prints the same. A profile that combines two that do not go together
 is refused with the reason.
 
 | one | and the other | together | how, or why not |

@@ -87,7 +87,7 @@ REFUSED = {
     "sharding_configs.gradient_merge_acc_step": "set gradient_merge and gradient_merge_configs.k_steps instead",
     "sharding_configs.optimize_offload": _OFFLOAD,
     "sharding_configs.offload": _OFFLOAD,
-    "sharding_configs.enable_tuning": "is not tuned automatically; `python -m fleet_train recommend` tries profiles",
+    "sharding_configs.enable_tuning": "is not tuned automatically; `fleet_train recommend` tries profiles",
     "hybrid_configs.sharding_configs": "tunes Fleet's dynamic mode; here fuse_grad_size_in_MB is a knob",
     "hybrid_configs.dp_configs": "tunes Fleet's dynamic mode; here fuse_grad_size_in_MB is a knob",
 }

@@ -30,7 +30,7 @@ GONE = {
     **{f"dgc_{name}": _DGC for name in _DGC_KNOBS.split()},
     "graph": "operators of the program do not sum gradients any more: use own, or leave it out",
     "compression_declines": "what a profile asks for is sent, whatever a link was measured to be: try profiles with "
-    "python -m fleet_train recommend, or set compression: none",
+    "fleet_train recommend, or set compression: none",
 }
 """Names of knobs, values and profiles that were here before: what to use instead."""
 

@@ -72,7 +72,7 @@ def command_of(options: SelftestOptions) -> str:
     """The command without details of this cluster."""
     only = [f"--only {group}" for group in options.groups] if options.groups != tuple(GROUPS) else []
     only += ["--ladder"] if options.ladder else []
-    return " ".join(["python -m fleet_train selftest", *only, *(["--quick"] if options.is_quick else [])])
+    return " ".join(["fleet_train selftest", *only, *(["--quick"] if options.is_quick else [])])
 
 
 def _versions() -> dict[str, str]:

@@ -232,6 +232,6 @@ def profile_of(strategy: Any) -> Any:
     if type(strategy).__name__ == "DistributedStrategy":  # Paddle's own
         return DistributedStrategy.from_stock(strategy).to_profile()
     raise ClusterError(
-        f"strategy={shown(strategy)}: it takes a profile's name (python -m fleet_train profiles lists them), the path "
+        f"strategy={shown(strategy)}: it takes a profile's name (fleet_train profiles lists them), the path "
         "of a YAML file, or a fleet_train.DistributedStrategy"
     )

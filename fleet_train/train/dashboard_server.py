@@ -41,7 +41,7 @@ def name_in(host_header: str) -> str:
     return text.rpartition(":")[0].rstrip(".") if text.count(":") == 1 else text.rstrip(".")
 
 
-_ADVICE = "start: python -m fleet_train monitor --allowed_host NAME"
+_ADVICE = "start: fleet_train monitor --allowed_host NAME"
 
 
 class OnlyForNames:

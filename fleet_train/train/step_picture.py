@@ -1,4 +1,4 @@
-"""A picture of one step of all ranks, drawn with Pillow: for VisualDL, and for ``python -m fleet_train timeline``."""
+"""A picture of one step of all ranks, drawn with Pillow: for VisualDL, and for ``fleet_train timeline``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m fleet_train selftest`` as a user runs it, nothing left behind; and its checks on streams."""
+"""``fleet_train selftest`` as a user runs it, nothing left behind; and its checks on streams."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_ladder_passes_and_says_how_to_send_in_its_record(tmp_path: Path) ->
     assert ended.exit_code == 0, ended.output
     (path,) = (tmp_path / "here").glob("*-ladder-gloo-1x2.json")
     record = json.loads(path.read_text())
-    assert record["circumstances"]["command"] == "python -m fleet_train selftest --ladder --quick"
+    assert record["circumstances"]["command"] == "fleet_train selftest --ladder --quick"
     statuses = {check["name"]: check["status"] for check in record["checks"]}
     assert tuple(statuses) == LADDER
     skipped = {name for name, status in statuses.items() if status == "skip"}

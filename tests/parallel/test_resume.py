@@ -47,7 +47,6 @@ NETWORKS: dict[str, tuple[TriedNetwork, Any]] = {
 # Profiles that only cut or send otherwise what another one sends.
 ALIKE = {
     *("single_node", "one_communicator", "two_communicators", "infiniband", "tcp_only", "ethernet_10g"),
-    "ethernet_1g",  # streaming_diloco by another name
 }
 MORE = (
     "local sgd, average momentum",

@@ -12,6 +12,9 @@ README_IPS = ("192.168.1.2", "192.168.1.3")
 README_PORT = "6170"
 README_MASTER_PORT = "6070"
 
+# Not the module that a launcher is given: `-m fleet_train train`.
+_SCRIPT = re.compile(r"(?<!-m )(?<![\w-])fleet_train (?=[a-z])")
+
 OLD_RECIPE = (
     "python -m paddle.distributed.launch --cluster_node_ips=192.168.1.2,192.168.1.3 --node_ip=192.168.1.2 "
     "--started_port=6170 --selected_gpus=0 --log_dir mylog train.py"
@@ -45,13 +48,14 @@ def on_node(command: str, node: int, hosts: Sequence[str], first_port: int) -> l
 def shell_commands(markdown: str) -> list[str]:
     """The commands of every fenced ``bash`` or ``sh`` block, and of ``console`` blocks the lines after a ``$``.
 
-    Comments and continuation lines are joined away.
+    Comments and continuation lines are joined away. The command ``fleet_train``, of an activated environment, is
+    ``python -m fleet_train``, which is the same and needs no installation.
     """
     lines: list[str] = []
     for language, block in re.findall(r"^```(bash|sh|console)\n(.*?)^```", markdown, re.DOTALL | re.MULTILINE):
         joined = block.replace("\\\n", " ").splitlines()
         lines += [line[2:] for line in joined if line.startswith("$ ")] if language == "console" else joined
-    commands = (re.sub(r"\s+#.*$", "", line).strip() for line in lines)
+    commands = (_SCRIPT.sub("python -m fleet_train ", re.sub(r"\s+#.*$", "", line).strip()) for line in lines)
     return [re.sub(r"\s+", " ", command) for command in commands if command and not command.startswith("#")]
 
 

@@ -3,7 +3,7 @@
 Two programs are trained in turn, as Paddle's users write a GAN: one judges real and generated points, one generates
 them. The result is counted: how many of the clouds the generator reaches, and the share of its points inside one.
 
-python -m fleet_train launch --nproc_per_node=2 tools/examples/gan.py
+fleet_train launch --nproc_per_node=2 tools/examples/gan.py
 """
 
 import argparse

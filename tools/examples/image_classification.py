@@ -1,6 +1,6 @@
 """Image classification: a small convolutional network reads scikit-learn's 1797 handwritten digits (8 x 8 pixels).
 
-python -m fleet_train launch --nproc_per_node=2 tools/examples/image_classification.py
+fleet_train launch --nproc_per_node=2 tools/examples/image_classification.py
 """
 
 import argparse

@@ -3,7 +3,7 @@
 The loop provides sharded data, evaluation over all ranks, checkpoints, resume, graceful shutdown on SIGTERM, metrics.
 Any static program works; this one has two feeds and a loss, and does not depend on the number of ranks.
 
-    python -m fleet_train launch --nproc_per_node=2 tools/examples/own_program.py --output_dir runs/own
+    fleet_train launch --nproc_per_node=2 tools/examples/own_program.py --output_dir runs/own
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """A custom training loop that survives restarts: it saves, resumes from its newest checkpoint, and stops on request.
 
-python -m fleet_train launch --nproc_per_node=2 --max_restarts=3 tools/examples/train_with_restarts.py
+fleet_train launch --nproc_per_node=2 --max_restarts=3 tools/examples/train_with_restarts.py
 """
 
 import numpy as np

@@ -88,7 +88,7 @@ class Trace:
             logger.warning("%s cannot be written: %s; training goes on", path, error.strerror)
             return
         if self._rank == 0:
-            logger.info("traced %s: python -m fleet_train timeline %s", steps, self._folder)
+            logger.info("traced %s: fleet_train timeline %s", steps, self._folder)
 
     def of_last_step(self) -> bytes:
         """The part of ``data`` that one picture needs."""

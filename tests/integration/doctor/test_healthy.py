@@ -121,5 +121,5 @@ def test_a_launch_that_failed_ends_with_the_finding_that_explains_it_or_with_non
     full = launched(tmp_path, FILLS_ITS_DISK, "mkdir log; mount -t tmpfs -o size=8m tmpfs log")
     last = full.output.splitlines()[-1]
     assert last.startswith(f"fleet_train: doctor: FAIL  disk  node 0 (127.0.0.1): {tmp_path / 'log'} (logs): 0 B free")
-    assert last.endswith("; more: python -m fleet_train doctor")
+    assert last.endswith("; more: fleet_train doctor")
     assert "doctor:" not in launched(tmp_path, "import sys\nsys.exit(3)\n", "true").output

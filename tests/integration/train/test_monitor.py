@@ -184,7 +184,7 @@ def test_demo_learns_the_digits_and_says_where_everything_is(tmp_path: Path) -> 
         assert place in ended.output
         assert (tmp_path / place).exists()
     (command,) = re.findall(r"^See the curves:  (.*)$", ended.output, re.MULTILINE)
-    assert command.endswith("python -m fleet_train monitor --logdir runs/demo")
+    assert command.endswith("fleet_train monitor --logdir runs/demo")
     with Job(tmp_path / "monitor") as job:
         started = job.start("monitor", command.split(), clean_environ(), cwd=tmp_path)
         address_of(job, started)

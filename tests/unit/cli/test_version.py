@@ -1,4 +1,4 @@
-"""`python -m fleet_train version`: facts of this machine and of others; no value of a variable."""
+"""`fleet_train version`: facts of this machine and of others; no value of a variable."""
 
 from __future__ import annotations
 

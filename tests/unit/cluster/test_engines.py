@@ -309,7 +309,7 @@ def test_an_engine_can_be_named_or_left_out() -> None:
         ({**SLURM, "SLURM_STEP_NODELIST": "n[1-"}, "is not a list of hosts"),
         ({**SLURM, "SLURM_LOCALID": "one"}, "SLURM_LOCALID=one, a variable of .*, is not a whole number"),
         ({**SLURM, "SLURM_HET_SIZE": "2"}, "heterogeneous"),
-        ({**HOROVOD, "HOROVOD_ELASTIC": "1"}, "elastic job .* use a fixed -np, or python -m fleet_train launch"),
+        ({**HOROVOD, "HOROVOD_ELASTIC": "1"}, "elastic job .* use a fixed -np, or fleet_train launch"),
         (
             {**SLURM, "RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "n1"},
             "RANK=0 of WORLD_SIZE=4, but Slurm .* process 3 of 4",

@@ -87,7 +87,7 @@ def test_the_cluster_is_that_of_the_variables_or_of_the_launchers_arguments() ->
         (
             LONELY,
             TWO_GPUS,
-            r"(?s)asked for 2 processes on this machine and started 1.*python -m fleet_train launch --cluster_node_ips="
+            r"(?s)asked for 2 processes on this machine and started 1.*fleet_train launch --cluster_node_ips="
             r"10.0.0.1,10.0.0.2 --node_ip=10.0.0.2 --started_port=6170 --nproc_per_node=2 train.py --lr 0.1$",
         ),
         (MODERN | {"PADDLE_TRAINERS_NUM": "3"}, (), "PADDLE_TRAINERS_NUM=3, but PADDLE_TRAINER_ENDPOINTS lists 4"),

@@ -366,7 +366,7 @@ def test_a_process_that_was_killed_for_want_of_memory(tmp_path: Path, monkeypatc
     line = asked.line()
     assert line.startswith("doctor: FAIL  memory  node 0 (127.0.0.1): ")
     assert "1 processes were killed for lack of memory" in line
-    assert line.endswith("; more: python -m fleet_train doctor")
+    assert line.endswith("; more: fleet_train doctor")
     assert "\n" not in line
 
 
@@ -377,4 +377,4 @@ def test_a_node_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(pairs, "connect_from", silent)
     line = AfterFailure(TWO, tmp_path).line()
     assert "FAIL  port  node 0 (127.0.0.2) -> node 1 (127.0.0.3): a connection to port 6171: timed out" in line
-    assert line.endswith("python -m fleet_train doctor --ips 127.0.0.2,127.0.0.3")
+    assert line.endswith("fleet_train doctor --ips 127.0.0.2,127.0.0.3")

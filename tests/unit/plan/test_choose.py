@@ -164,7 +164,7 @@ def test_a_measured_link_is_put_on_a_grid_of_doubled_latencies_and_bandwidths_a_
         (["--model", "mlp", "more"], "unexpected 'more': arguments go with --script"),
         (["--model", "mlp", "--nodes_on_paper", "8"], "No such option '--nodes_on_paper': plan for each number of"),
         (["--model", "mlp", "--simulate_steps", "5"], "--simulate_steps needs --simulate: give both"),
-        (["--measure"], "No such option '--measure': python -m fleet_train recommend measures the links for what it"),
+        (["--measure"], "No such option '--measure': fleet_train recommend measures the links for what it"),
         (["--measure_seconds", "5"], "give them here as --latency_us and --bandwidth_mbps"),
     ],
 )

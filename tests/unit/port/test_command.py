@@ -1,4 +1,4 @@
-"""`python -m fleet_train port`: its output, files and exit codes."""
+"""`fleet_train port`: its output, files and exit codes."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ NO_FLUID = "ModuleNotFoundError: No module named 'paddle.fluid'"
 )
 def test_a_script_that_is_too_old_is_led_to_port(error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    said = "is written for Paddle 1.x or 2.x, which had paddle.fluid; python -m fleet_train port"
+    said = "is written for Paddle 1.x or 2.x, which had paddle.fluid; fleet_train port"
     how = "shows what to change, and changes it with --write"
     lines = traceback(f"{tmp_path}/train.py", error, "a last line of a handler")
     assert after_failure(lines) == f"train.py {said} train.py {how}"
@@ -164,12 +164,12 @@ def test_a_script_with_characters_of_web_pages_is_led_to_port(tmp_path: Path) ->
     error = "SyntaxError: invalid character '‘' (U+2018)"
     said = after_failure(traceback(str(script), error))
     assert said.startswith(f"{script} has characters of web pages in its code: left single quotation mark (U+2018) in")
-    assert f"python -m fleet_train port {script} shows" in said
+    assert f"fleet_train port {script} shows" in said
     script.write_text("import torch\nx = ‘a‘\n")
     said = after_failure(traceback(str(script), error))
     assert said.endswith(f"in line 2; and it is written for PyTorch: {GUIDE} has what to write for its lines")
     script.write_text("import torch\nimport paddle.nn\nx = ‘a‘\n")
-    assert f"python -m fleet_train port {script} shows" in after_failure(traceback(str(script), error))
+    assert f"fleet_train port {script} shows" in after_failure(traceback(str(script), error))
     script.write_text("x = = 1\n")
     assert after_failure(traceback(str(script), "SyntaxError: invalid syntax")) == "", "port would not mend it"
     assert after_failure(traceback(str(tmp_path / "gone.py"), error)) == ""

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from fleet_train.cli.profile_tables import FIRST
 from fleet_train.cli.profiles import command
 from fleet_train.errors import ProfileError
-from fleet_train.profile import catalogue, export, load_profile, profile_names
+from fleet_train.profile import applied_mappings, catalogue, export, load_profile, profile_names
 from tests.support.processes import ROOT
 
 FEW_FETCHES = {"fetch_frequency": 2}
@@ -41,7 +42,14 @@ def test_the_profiles_of_the_catalogue_ask_for_what_their_names_say() -> None:
         assert settings.pop("description").endswith(".")
         assert settings.pop("measured") == profile.measured != ()
         assert settings == ASKED.get(name, settings)
-    assert load_profile("ethernet_1g").settings().keys() == load_profile("streaming_diloco").settings().keys()
+
+
+def test_the_old_name_of_a_profile_is_the_new_one_and_rank_0_says_so() -> None:
+    assert not {*catalogue.RENAMED} & {*CATALOGUE}
+    for old, new in catalogue.RENAMED.items():
+        assert load_profile(old).digest() == load_profile(new).digest()
+        assert applied_mappings(load_profile(old))[0] == f"profile '{old}' is called '{new}' now"
+        assert load_profile(new).notes == ()
 
 
 def test_a_wrong_name_gets_the_closest_one_and_all_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +103,15 @@ def test_the_command_shows_each_knob_with_value_origin_fate_and_meaning(refused_
     assert "not available yet; leave it off: a reason." in refused
 
 
+def test_six_profiles_come_first_and_the_others_where_they_are_asked_for() -> None:
+    short = CliRunner().invoke(command, []).output
+    assert [line.split()[0] for line in short.splitlines()[2:8]] == [*FIRST]
+    assert f"{len(CATALOGUE) - len(FIRST)} others: fleet_train profiles --all" in short
+    assert "unfused" not in short
+    everything = CliRunner().invoke(command, ["--all"]).output
+    assert all(f"\n{name} " in everything for name in CATALOGUE)
+
+
 def test_the_command_shows_a_profile_as_json() -> None:
     shown = json.loads(CliRunner().invoke(command, ["two_communicators", "--json"]).output)
     knob = shown["knobs"]["fuse_grad_size_in_MB"]
@@ -108,7 +125,7 @@ def test_a_broken_profile_does_not_hide_the_others(tmp_path: Path, monkeypatch: 
     shutil.copytree(ROOT / "strategies", tmp_path / "strategies")
     (tmp_path / "strategies" / "bad.yaml").write_text("foo: 1\n")
     monkeypatch.setattr("fleet_train.profile.catalogue.catalogue_folder", lambda: tmp_path / "strategies")
-    output = CliRunner().invoke(command, []).output
+    output = CliRunner().invoke(command, ["--all"]).output
     assert "bad.yaml:1: foo: unknown key" in " ".join(output.split())
     assert "single_node" in output
     assert len(export.broken_profiles()) == 1

@@ -153,7 +153,7 @@ def test_the_written_profile_is_the_one_that_was_tried(tmp_path: Path) -> None:
     basis = results(**{best.name: Tried(best.name, 10.0), "unfused": Tried("unfused", 130.0)})
     path = tmp_path / "recommended.yaml"
     options = RecommendOptions("a/train.py", allow=(LOSSY, LOCAL_STEPS))
-    path.write_text(profile_text(basis, options, PAIR, "python -m fleet_train recommend ..."))
+    path.write_text(profile_text(basis, options, PAIR, "fleet_train recommend ..."))
     assert load_profile(str(path)).digest() == best.profile.digest()
     assert "10.0 ms per step measured" in " ".join(path.read_text().replace("#", " ").split())
     assert "unfused 130.0 ms" in path.read_text()

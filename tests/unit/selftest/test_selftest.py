@@ -68,7 +68,7 @@ def test_checks_are_chosen_in_their_order() -> None:
     with pytest.raises(ClusterError, match="leave nothing to check; the checks are devices, collectives"):
         chosen(["faults"], ["faults"])
     asked = record.command_of(chosen(["faults", "devices"], [], quick=True))
-    assert asked == "python -m fleet_train selftest --only devices --only faults --quick"
+    assert asked == "fleet_train selftest --only devices --only faults --quick"
     quick = chosen([], [], quick=True)
     assert (quick.is_quick, SelftestOptions().is_quick) == (True, False)
     assert SelftestOptions.from_json(quick.to_json()) == quick
@@ -246,7 +246,7 @@ class TestLadder:
     def test_it_is_asked_for_alone_and_is_in_the_commands(self, tmp_path: Path) -> None:
         options = chosen([], [], quick=True, ladder=True)
         assert SelftestOptions.from_json(options.to_json()) == options
-        assert record.command_of(options) == "python -m fleet_train selftest --ladder --quick"
+        assert record.command_of(options) == "fleet_train selftest --ladder --quick"
         assert command_of(options, tmp_path).arguments[-2:] == ["--ladder", "--quick"]
         assert "--ladder" not in command_of(chosen([], []), tmp_path).arguments
         for flag in ("--only", "--skip"):
