@@ -72,11 +72,12 @@ Exit codes:
     metavar="SECONDS",
     help="How long to wait for the other machines; the examination then takes at most 40 s, 80 s with --data.",
 )
+@click.option("--verbose", is_flag=True, help="Also print what was measured by each check that was passed.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON on stdout, and the lines on stderr.")
 def command(
     only: tuple[str, ...], skip: tuple[str, ...], strategy: str | None, script: str | None, log_dir: Path, output: Path,
-    data: str | None, needs: float | None, image_size: int, workers: int | None, join_timeout: float, as_json: bool,
-    **machines: Any,
+    data: str | None, needs: float | None, image_size: int, workers: int | None, join_timeout: float,
+    verbose: bool, as_json: bool, **machines: Any,
 ) -> None:  # fmt: skip
     """Diagnose this machine, or several and the network between them, in less than a minute.
 
@@ -89,5 +90,5 @@ def command(
     if data is None and (needs is not None or "data" in only):
         raise click.UsageError("--needs and --only data are about a folder of data: give --data")
     of_data = () if data is None else (data, f"{needs or 0:g}", f"{image_size}", f"{workers or 0}")
-    options = DoctorOptions(chosen(only, skip), join_timeout, strategy, script, log_dir, output, of_data)
+    options = DoctorOptions(chosen(only, skip), join_timeout, strategy, script, log_dir, output, of_data, verbose)
     sys.exit(start(options, Where(**machines), as_json))

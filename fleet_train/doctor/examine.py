@@ -67,7 +67,7 @@ def start(options: DoctorOptions, where: Where, as_json: bool) -> int:
     seconds = time.monotonic() - began
     if as_json:
         click.echo(json.dumps(report.as_json(examined, findings, seconds), indent=1))
-    for line in _shown(participants.node.index, examined, findings, seconds):
+    for line in _shown(participants.node.index, examined, findings, seconds, options.verbose):
         click.echo(printable(line), err=as_json)  # names come from other machines: they cannot control this terminal
     return exit_code(findings)
 
@@ -242,12 +242,14 @@ def _mark_of(key: str) -> str:
     return f"{measure_apart.MARK}{sha256(key.encode()).hexdigest()[:16]}"
 
 
-def _shown(index: int, examined: Examination, findings: list[Finding], seconds: float) -> list[str]:
+def _shown(
+    index: int, examined: Examination, findings: list[Finding], seconds: float, everything: bool
+) -> list[str]:
     """The lowest present node prints everything, the others their own findings."""
     own = examined.host(index)
     if index == min(examined.reports, default=index):
         table = report.matrix(examined)
-        return [*report.lines(findings), *([""] if table else []), *table, "", verdict(findings, seconds)]
+        return [*report.lines(findings, everything), *([""] if table else []), *table, "", verdict(findings, seconds)]
     mine = [finding.line for finding in findings if finding.level != PASS and own in finding.hosts]
     where = f"the whole report is on {examined.host(min(examined.reports))}"
     return [*mine, f"{verdict(findings, seconds)}; {where}"]

@@ -282,7 +282,7 @@ def verdict(findings: Sequence[Finding], seconds: float) -> str:
     """The last line."""
     numbers = {level: sum(finding.level == level for finding in findings) for level in (FAIL, WARN, PASS)}
     counted = ", ".join(f"{number} {level}" for level, number in numbers.items() if number)
-    word = "FAIL" if numbers[FAIL] else "FIT, with warnings" if numbers[WARN] else "FIT"
+    word = "FAIL" if numbers[FAIL] else "OK, with warnings" if numbers[WARN] else "OK"
     failed = [f"{finding.id} on {' -> '.join(finding.hosts)}" for finding in findings if finding.level == FAIL]
     failed = list(dict.fromkeys(failed))
     named = f": {'; '.join(failed[:4])}{f'; and {len(failed) - 4} more' if len(failed) > 4 else ''}" if failed else ""
@@ -327,6 +327,8 @@ class DoctorOptions:
     output_dir: Path = Path("runs")
     data: tuple[str, ...] = ()
     """The arguments of `fleet_train.data.measure`; empty: no folder of data was given."""
+    verbose: bool = False
+    """Whether what was passed is printed check by check."""
 
     @property
     def whole_seconds(self) -> float:

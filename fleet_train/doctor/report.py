@@ -10,7 +10,7 @@ from typing import Any
 
 from fleet_train.cluster.installed import text_of
 from fleet_train.doctor import judge, measure_apart, measure_machine
-from fleet_train.doctor.facts import FAIL, PASS, Examination, Finding, Folder, exit_code, rate, verdict
+from fleet_train.doctor.facts import FAIL, PASS, WARN, Examination, Finding, Folder, exit_code, rate, verdict
 from fleet_train.doctor.measure_network import own_address
 from fleet_train.doctor.pairs import dial
 from fleet_train.launch.node import Node
@@ -22,17 +22,20 @@ _DOCTOR_AFTER_FAILURE_SECONDS = 1.5
 _MOST_SHOWN = 2
 
 
-def lines(findings: Sequence[Finding]) -> Iterator[str]:
-    """The findings as lines: hosts that pass a check share one, at the place of the check's first finding."""
+def lines(findings: Sequence[Finding], everything: bool) -> Iterator[str]:
+    """The findings as lines: what is wrong first, then what was passed, in one line; with ``everything`` a line for each
+    check, which the hosts that pass it share."""
+    for level in (FAIL, WARN):
+        yield from (finding.line for finding in findings if finding.level == level)
     passed: dict[str, list[Finding]] = {}
     for finding in findings:
         if finding.level == PASS:
             passed.setdefault(finding.id, []).append(finding)
-    for finding in findings:
-        if finding.level != PASS:
-            yield finding.line
-        elif (same := passed.pop(finding.id, None)) is not None:
-            yield _together(same).line
+    if everything:
+        yield from (_together(same).line for same in passed.values())
+    elif passed:
+        number = f"{len(passed)} checks" if len(passed) > 1 else "1 check"
+        yield f"{PASS}  {number}: {', '.join(passed)} (--verbose: what was measured)"
 
 
 def _together(same: Sequence[Finding]) -> Finding:

@@ -248,7 +248,7 @@ def test_a_machine_that_is_lost_meanwhile_is_named_in_time(two: Two, tmp_path: P
     with Job(tmp_path) as job:
         ips = ",".join(machine.address for machine in two)
         for node, machine in enumerate(two):
-            flags = ("--ips", ips, "--node_ip", machine.address, *NETWORK, *MACHINE)
+            flags = ("--ips", ips, "--node_ip", machine.address, "--verbose", *NETWORK, *MACHINE)
             doctor = command(machine, node, HEALTHY, tmp_path / f"node{node}", flags)
             job.start(f"node{node}", doctor, environ, cwd=tmp_path / f"node{node}")
         job.wait_until(lambda: received(two[1]) > 1_000_000, 30, "the first doctor sends to the second one")

@@ -20,7 +20,7 @@ def test_no_alarm_where_nothing_is_wrong_and_the_first_node_prints_the_report(tw
         (tmp_path / f"node{node}").mkdir()
         (tmp_path / f"node{node}" / "train.py").write_text("lr = 0.1\n")
     flags = ("--strategy", "multi_node", "--script", "train.py", "--log_dir", str(tmp_path / "log"))
-    flags = (*flags, "--skip", "group")  # which takes longer than it should where others use the processors
+    flags = (*flags, "--verbose", "--skip", "group")  # which takes longer than it should where others use the processors
     first, second = examine(tmp_path, two, [HEALTHY, HEALTHY], *flags)
     assert first.alarms == second.alarms == []
     assert (first.ended.exit_code, second.ended.exit_code) == (0, 0)
@@ -36,7 +36,7 @@ def test_no_alarm_where_nothing_is_wrong_and_the_first_node_prints_the_report(tw
     }
     assert "PASS  port  2 pairs: " in first.ended.output
     assert "from \\ to  node 0" in first.ended.output
-    assert first.ended.output.splitlines()[-1].startswith("FIT")
+    assert first.ended.output.splitlines()[-1].startswith("OK")
     assert "PASS  port" not in second.ended.output
     assert f"the whole report is on {host(0, two)}" in second.ended.output
     assert not list(tmp_path.rglob(".fleet_train-doctor-*"))
@@ -70,7 +70,7 @@ def below(folder: Path, commands: list[list[str]], environs: list[dict[str, str]
 def test_below_our_launcher_the_nodes_are_the_jobs(two: Two, tmp_path: Path) -> None:
     ips = ",".join(machine.address for machine in two)
     launch = ["launch", "--cluster_node_ips", ips, "--nproc_per_node", "2", "-m", "fleet_train", "doctor"]
-    doctor = python("-m", "fleet_train", *launch, "--only", "network")
+    doctor = python("-m", "fleet_train", *launch, "--verbose", "--only", "network")
     first, _ = below(tmp_path, [[*machine.prefix, *doctor] for machine in two], [{}, {}])
     assert "PASS  port  2 pairs: 10.78.0.2 answers at 3 ports" in first  # two ranks' and one of the kernel's
 

@@ -258,9 +258,20 @@ def test_fixes_leave_what_is_right_as_it_is() -> None:
 def test_one_machine_is_not_counted_twice() -> None:
     two = tuple(Folder(purpose, f"/here/{purpose}", 100 * GIB, 10**6, 5e8) for purpose in ("logs", "output"))
     alone = replace(HEALTHY, addresses=ADDRESSES[:1], reports={0: with_facts(0, folders=two).reports[0]})
-    (shown,) = [line for line in lines(judge(alone, ("machine",))) if line.startswith("PASS  disk")]
+    (shown,) = [line for line in lines(judge(alone, ("machine",)), everything=True) if line.startswith("PASS  disk")]
     assert shown.startswith("PASS  disk  this machine: /here/logs (logs): ")
     assert "2 hosts" not in shown
+
+
+def test_what_is_wrong_comes_first_and_what_was_passed_in_one_line() -> None:
+    examined = with_report(1, tries=(OPEN, PortTry(2, 6171, "timed out")))
+    shown = list(lines(judge(examined, tuple(GROUPS)), everything=False))
+    levels = [line.split()[0] for line in shown]
+    assert levels == sorted(levels, key=("FAIL", "WARN", "PASS").index)
+    assert levels.count("PASS") == 1
+    assert shown[0].startswith("FAIL  port  ")
+    assert shown[-1].endswith(" (--verbose: what was measured)")
+    assert " memory, " in shown[-1]
 
 
 def test_what_is_not_known_well_or_too_fast_to_compare_is_no_alarm() -> None:
@@ -326,13 +337,13 @@ def test_nodes_that_were_started_differently_are_named_instead_of_absent_ones() 
 def test_exit_codes_and_verdicts() -> None:
     good, odd, bad = (Finding("machine", "memory", level, ("a",), "m") for level in (PASS, WARN, FAIL))
     assert [exit_code(findings) for findings in ([good], [good, odd], [odd, bad])] == [0, 0, 1]
-    assert verdict([good, good], 3.2) == "FIT (2 PASS, in 3 s)"
-    assert verdict([good, odd], 3.2) == "FIT, with warnings (1 WARN, 1 PASS, in 3 s)"
+    assert verdict([good, good], 3.2) == "OK (2 PASS, in 3 s)"
+    assert verdict([good, odd], 3.2) == "OK, with warnings (1 WARN, 1 PASS, in 3 s)"
     assert verdict([bad, odd], 3.2) == "FAIL: memory on a (1 FAIL, 1 WARN, in 3 s)"
 
 
 def test_lines_join_what_passes_and_the_matrix_has_every_pair() -> None:
-    shown = list(lines(judge(HEALTHY, tuple(GROUPS))))
+    shown = list(lines(judge(HEALTHY, tuple(GROUPS)), everything=True))
     assert len(shown) == len({line.split("  ")[1] for line in shown})
     table = matrix(HEALTHY)
     assert table[1].split()[:4] == ["node", "0", "-", "936"]
