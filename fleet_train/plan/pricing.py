@@ -107,7 +107,7 @@ def _traffic_lines(title: str, figures: Traffic) -> list[str]:
         f"  sent by a rank: {high}" + (f" (the least: {low})" if low != high else ""),
         f"  between nodes: {figures.most_leaving / MEGABYTE:.3f} MB leave a node, and "
         f"{max(figures.protocol):.0f} bytes of Gloo's headers",
-        f"  inside a node: {max(figures.inside) / MEGABYTE:.3f} MB",
+        *([f"  inside a node: {max(figures.inside) / MEGABYTE:.3f} MB"] if max(figures.inside) else []),
     ]
 
 
@@ -117,12 +117,16 @@ def _conditions_lines(conditions: Conditions) -> list[str]:
         f"{where}: {link.latency_seconds * 1e6:g} us, {link.bytes_per_second * 8 / 1e6:g} Mb/s"
         for where, link in links.items()
     ]
-    lines.append(f"computing: {conditions.compute.total * 1e3:g} ms")
-    assumed = f" (assumed, not given: {', '.join(conditions.assumed)})" if conditions.assumed else ""
+    total = conditions.compute.total
+    lines.append(f"computing: {total * 1e3:g} ms" if total else "computing: not given (--compute_ms, of one process)")
+    given = [each for each in conditions.assumed if total or not each.startswith("--compute_ms")]
+    assumed = f" (assumed, not given: {', '.join(given)})" if given else ""
     return ["; ".join(lines) + assumed]
 
 
 def _prediction_line(title: str, prediction: Prediction) -> str:
+    if not prediction.compute:
+        return f"{title}: {prediction.communication * 1e3:.3f} ms of communication"
     rate = f"; {prediction.samples_per_second:.0f} samples/s" if prediction.samples_per_second else ""
     return (
         f"{title}: {prediction.step * 1e3:.3f} ms = {prediction.compute * 1e3:.3f} computing + "
