@@ -47,7 +47,9 @@ def command(profile: str | None, everything: bool, compatibility: bool, as_json:
     if compatibility:
         click.echo(json.dumps(tables.pairs(), indent=2) if as_json else tables.compatibility_table(_width()))
     elif profile is None:
-        click.echo(json.dumps(tables.catalogue(), indent=2) if as_json else tables.catalogue_table(_width(), everything))
+        click.echo(
+            json.dumps(tables.catalogue(), indent=2) if as_json else tables.catalogue_table(_width(), everything)
+        )
     else:
         from fleet_train.profile import load_profile
 

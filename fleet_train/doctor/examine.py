@@ -242,9 +242,7 @@ def _mark_of(key: str) -> str:
     return f"{measure_apart.MARK}{sha256(key.encode()).hexdigest()[:16]}"
 
 
-def _shown(
-    index: int, examined: Examination, findings: list[Finding], seconds: float, everything: bool
-) -> list[str]:
+def _shown(index: int, examined: Examination, findings: list[Finding], seconds: float, everything: bool) -> list[str]:
     """The lowest present node prints everything, the others their own findings."""
     own = examined.host(index)
     if index == min(examined.reports, default=index):

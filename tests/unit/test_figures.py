@@ -79,7 +79,9 @@ def test_a_link_to_a_record_needs_an_entry_on_its_page_or_a_block() -> None:
 def test_a_sentence_about_all_of_a_record_needs_an_entry_that_computes_it() -> None:
     link = "[kills](benchmarks/2026-11-29-kills.md)"
     text = pages()["docs/faults.md"]
-    lines = list(problems(pages() | {"docs/faults.md": f"{text}\nOf {link}, all were survived. All is said.\n"}, SOURCES))
+    lines = list(
+        problems(pages() | {"docs/faults.md": f"{text}\nOf {link}, all were survived. All is said.\n"}, SOURCES)
+    )
     assert lines == [
         "docs/faults.md: says 'all' of a record in words that no entry computes: "
         "'Of [kills](benchmarks/2026-11-29-kills.md), all were survived.'"

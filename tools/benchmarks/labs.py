@@ -162,8 +162,10 @@ def figures(networks: Networks) -> list[str]:
         "",
         f"{len(rows)} steps: median error {statistics.median(errors):.0%}, worst {max(errors):.0%}",
         "",
-        *(f"- {rate}: rank correlation of predicted and measured steps {rho:.2f} (Spearman's, {count} profiles)"
-          for rate, (rho, count) in rank_correlations(networks).items()),
+        *(
+            f"- {rate}: rank correlation of predicted and measured steps {rho:.2f} (Spearman's, {count} profiles)"
+            for rate, (rho, count) in rank_correlations(networks).items()
+        ),
         "",
         *(_pick(rate, made) for rate, rounds in networks.items() for made in rounds),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
@@ -305,11 +306,15 @@ def under_torchft(
 
 
 def parts_of(model: Any, count: int) -> list[Any]:
-    """The layers of a PyTorch network with parameters of their own, in order, in so many parts of about one size."""
+    """The layers of a PyTorch network with parameters of their own, in order, in so many parts of about one size, each
+    with a layer at least."""
     import torch
 
     layers = [each for each in model.modules() if next(each.parameters(recurse=False), None) is not None]
     sizes = np.cumsum([sum(value.numel() for value in each.parameters(recurse=False)) for each in layers])
-    place = np.minimum(count * (sizes - 1) // sizes[-1], count - 1)
-    return [torch.nn.ModuleList(each for each, at in zip(layers, place, strict=True) if at == part)
-            for part in range(count)]  # fmt: skip
+    ends = [0]
+    for part in range(1, count):
+        wanted = int(np.searchsorted(sizes, part * sizes[-1] / count))
+        ends.append(min(max(wanted, ends[-1] + 1), len(layers) - count + part))
+    ends.append(len(layers))
+    return [torch.nn.ModuleList(layers[begin:end]) for begin, end in pairwise(ends)]
