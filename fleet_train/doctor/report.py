@@ -23,8 +23,8 @@ _MOST_SHOWN = 2
 
 
 def lines(findings: Sequence[Finding], everything: bool) -> Iterator[str]:
-    """The findings as lines: what is wrong first, then what was passed, in one line; with ``everything`` a line for each
-    check, which the hosts that pass it share."""
+    """The findings as lines: what is wrong first, then what was passed, in one line; with ``everything`` a line for
+    each check, which the hosts that pass it share."""
     for level in (FAIL, WARN):
         yield from (finding.line for finding in findings if finding.level == level)
     passed: dict[str, list[Finding]] = {}

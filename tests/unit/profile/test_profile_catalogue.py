@@ -105,7 +105,7 @@ def test_the_command_shows_each_knob_with_value_origin_fate_and_meaning(refused_
 
 def test_six_profiles_come_first_and_the_others_where_they_are_asked_for() -> None:
     short = CliRunner().invoke(command, []).output
-    assert [line.split()[0] for line in short.splitlines()[2:8]] == [*FIRST]
+    assert [line.split()[0] for line in short.splitlines()[2:] if line[:1].islower() and "_" in line][:6] == [*FIRST]
     assert f"{len(CATALOGUE) - len(FIRST)} others: fleet_train profiles --all" in short
     assert "unfused" not in short
     everything = CliRunner().invoke(command, ["--all"]).output
