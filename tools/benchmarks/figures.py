@@ -126,9 +126,6 @@ FIGURES = (
     Figure("docs/faults.md", "soak", readings.soak,
            "[{} kills and freezes](benchmarks/{name}.md) on four ranks in two network namespaces, {} of them while a "
            "checkpoint was being written: {} of {} tensors and {} of {:,} losses differ, and {} sample was seen"),
-    Figure("docs/faults.md", "soak-local-sgd", readings.soak,
-           "[{} with LocalSGD](benchmarks/{name}.md) on two ranks, {} of them in saves: {} of {} tensors and {} of "
-           "{:,} losses differ"),
     Figure("docs/faults.md", "soak-machines", readings.soak,
            "[{0} faults](benchmarks/{name}.md) left {2} of {3} tensors and {4} of {5:,} losses different, and {6} "
            "sample was seen. The next step came after {7:.1f} s at most"),
