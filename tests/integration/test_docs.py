@@ -40,7 +40,7 @@ RUN = [
         "python -m fleet_train launch --nproc_per_node=2 --dry-run train.py": "train.py",
         "python -m fleet_train launch --nproc_per_node=2 --strategy multi_node train.py": "step99 cost=",
         "python -m fleet_train version": "fleet_train",
-        "python -m fleet_train profiles": "multi_node",
+        "python -m fleet_train profiles --all": "unfused",
         "python -m fleet_train profiles multi_node": "nccl_comm_num",
         "python -m fleet_train profiles ./mine.yaml": "fuse_grad_size_in_MB",
         "python -m fleet_train profiles --compatibility": "LocalSGD",
@@ -53,13 +53,11 @@ RUN = [
         ),
         "python -m fleet_train plan --model cnn --nodes 2 --latency_us 100 --bandwidth_mbps 1000 --compute_ms 30 "
         "--batch_size 64": "samples/s",
-        "python -m fleet_train plan --model mlp --nodes 2 --strategy local_sgd --simulate": "equal",
         "python -m fleet_train plan --model mlp --nodes 2 --ranks_per_node 2 --strategy local_sgd --simulate": (
             "bit-equal after updates 1, 2, 6, 10"
         ),
     },
     {
-        "python -m fleet_train train --model mlp --data digits --epochs 3 --output_dir runs/mlp": "test accuracy",
         "python -m fleet_train train --model mlp --data digits --epochs 2 --checkpoint_every 1 --keep_checkpoints 1 "
         "--keep_best --background_checkpoints --output_dir runs/saved": "1 rank(s) on 1 node(s)",
         "python -m fleet_train train --model mlp --data digits --epochs 3 --output_dir runs/saved --resume": (
