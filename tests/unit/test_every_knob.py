@@ -45,7 +45,10 @@ GRADIENTS = [TensorSpec(f"w{i}", (400, 300), "float32") for i in range(5)] + [
     TensorSpec(f"b{i}", (7,), "float32") for i in range(60)
 ]
 # Embeddings: one whose rows pay on a link that nothing else is said about, and one whose rows do not.
-GRADIENTS += [TensorSpec("large", (100_000, 8), "float32", rows=500), TensorSpec("small", (300, 4), "float32", rows=300)]
+GRADIENTS += [
+    TensorSpec("large", (100_000, 8), "float32", rows=500),
+    TensorSpec("small", (300, 4), "float32", rows=300),
+]
 RUNNING = ("collectives", "convert", "train")
 CLUSTER = Cluster.imagined(2, 4)
 
