@@ -187,6 +187,9 @@ FIGURES = (
            "Of the {} trials, the median error is {:.1f} % and the worst {:.0f} % ({}); {} are off by more than 20 %. "
            "Of the medians over the rounds, which that page lists for {} pairs of a profile and a network, the median "
            "error is {:.0f} % and the worst {:.0f} % ({})."),
+    Figure("docs/planning.md", "prediction", readings.orders,
+           "The rank correlation of predicted and measured steps (Spearman's) is {:.2f} at 100 Mb/s, {:.2f} at 1 Gb/s "
+           "and {:.2f} without a limit."),
     Figure("docs/planning.md", "prediction", readings.picks,
            "In {} of the {} rounds, the best of the {} profiles that `recommend` tries by default was within 1 % of "
            "the best of all; the farthest was {:.1f} % above."),
