@@ -356,13 +356,13 @@ def load_strategy(asked: str | None, settings: Sequence[str] = ()) -> tuple[str 
     if asked is None and not settings:
         return None, None
     # pydantic: only when a profile was asked for
-    from fleet_train.profile import Profile, load_profile, profile_names
-    from fleet_train.profile.catalogue import check_assignments, with_assignments
+    from fleet_train.profile import Profile, load_profile
+    from fleet_train.profile.catalogue import NAME, check_assignments, with_assignments
 
     if asked is None:
         return None, Profile(environment=check_assignments(settings).get("environment", {}))
     profile = with_assignments(load_profile(asked), settings)
-    return (asked if asked in profile_names() else str(Path(asked).absolute())), profile
+    return (asked if NAME.fullmatch(asked) else str(Path(asked).absolute())), profile
 
 
 def shown_settings(settings: Sequence[str]) -> str:
