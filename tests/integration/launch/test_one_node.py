@@ -155,7 +155,10 @@ def test_jobs_of_one_machine_without_a_port_do_not_meet(bench: Bench) -> None:
             "\nx = f\uff08\u2018a\u2018\uff09\n",
             "{} has characters of web pages in its code: left single quotation mark",
         ),
-        ("import paddle.fluid as fluid\n", "{} is written for Paddle 1.x or 2.x, which had paddle.fluid; fleet_train port"),
+        (
+            "import paddle.fluid as fluid\n",
+            "{} is written for Paddle 1.x or 2.x, which had paddle.fluid; fleet_train port",
+        ),
         (
             "import os\nos.environ['LOCAL_RANK']\n",
             "LOCAL_RANK is not set by this launcher: a rank's numbers are fleet.",
