@@ -85,6 +85,7 @@ class Lab:
             raise LabError(f"rtt={rtt:g}: a lab's round trip takes 0 to {_MOST_RTT:g} ms")
         self.name = checked_name(name or f"pid{os.getpid()}.{uuid.uuid4().hex[:6]}")
         self.rate, self.rtt = rate, rtt
+        self._distance: subprocess.Popen[str] | None = None
         self.nodes = [Node(index, f"{PREFIX}{self.name}-{index}") for index in range(nodes)]
 
     def up(self) -> None:
@@ -104,6 +105,9 @@ class Lab:
 
     def down(self) -> None:
         take_down(self.name)
+        if self._distance is not None:
+            self._distance.communicate(timeout=_STOP_SECONDS)
+            self._distance = None
 
     def pids(self, node: int) -> list[int]:
         """The process ids on a node."""
@@ -156,6 +160,7 @@ class Lab:
         if started.stdout.readline() != "ready\n":
             raise LabError(f"the lab's rtt needs taps: {started.stderr.read().strip().splitlines()[-1:]}")
         os.setpriority(os.PRIO_PROCESS, started.pid, -20)
+        self._distance = started
 
     def _make_switch(self) -> None:
         _run("ip", "-n", self.switch, "link", "add", "br0", "type", "bridge", "forward_delay", "0")
