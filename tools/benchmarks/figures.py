@@ -184,15 +184,14 @@ FIGURES = (
            "8 images on each of 2 ranks over loopback: {:.2f} of the plain step ({:.2f} to {:.2f} in {} rounds); three "
            "convolutions with 32 images: {:.2f} ([record](benchmarks/{name}.md)"),
     Figure("docs/planning.md", "prediction", readings.errors,
-           "Of the {} trials, the median error is {:.1f} % and the worst {:.0f} % ({}); {} are off by more than 20 %. "
-           "Of the medians over the rounds, which that page lists for {} pairs of a profile and a network, the median "
-           "error is {:.0f} % and the worst {:.0f} % ({})."),
+           "Of the {0} trials, the median error is {1:.1f} % and the worst {2:.0f} % ({3}); {4} are off by more than "
+           "20 %."),
     Figure("docs/planning.md", "prediction", readings.orders,
            "The rank correlation of predicted and measured steps (Spearman's) is {:.2f} at 100 Mb/s, {:.2f} at 1 Gb/s "
            "and {:.2f} without a limit."),
     Figure("docs/planning.md", "prediction", readings.picks,
-           "In {} of the {} rounds, the best of the {} profiles that `recommend` tries by default was within 1 % of "
-           "the best of all; the farthest was {:.1f} % above."),
+           "In {0} of the {1} rounds, the best of the {2} profiles that `recommend` tries by default was within 1 % "
+           "of the best of all."),
     Figure("docs/planning.md", "sharding", readings.headers,
            "An interface with segmentation offload, as in the lab, counts {:.1f} to {:.1f} %."),
     Figure("docs/proven.md", "soak", readings.soak,
