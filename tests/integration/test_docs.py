@@ -49,10 +49,15 @@ RUN = [
         "python -m fleet_train plan --script train.py": "bucket",
         "python -m fleet_train plan --model ResNet50 --nodes 5": "97.492 MB of gradients",
         "python -m fleet_train plan --nodes 4 --ranks_per_node 2 --strategy multi_node --script train.py --lr 0.1": (
-            "bucket"
+            "per update: 2 collectives, 11.245 MB sent by each rank for 6.426 MB of gradients"
+        ),
+        "python -m fleet_train plan --nodes 4 --set sharding=true --script train.py": (
+            "sharding: each rank of 4 keeps at most 0.250 of the optimizer's state; cut by rows: fc_1.w_0"
         ),
         "python -m fleet_train plan --model cnn --nodes 2 --latency_us 100 --bandwidth_mbps 1000 --compute_ms 30 "
-        "--batch_size 64": "samples/s",
+        "--batch_size 64": (
+            "predicted step: 31.525 ms = 30.000 computing + 1.525 exposed of 1.525 communication; 4060 samples/s"
+        ),
         "python -m fleet_train plan --model mlp --nodes 2 --ranks_per_node 2 --strategy local_sgd --simulate": (
             "bit-equal after updates 1, 2, 6, 10"
         ),
