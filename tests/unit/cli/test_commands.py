@@ -205,7 +205,7 @@ def test_words_complete_and_paths_are_left_to_the_shell(words: str, offered: lis
         assert sorted(item.value for item in items if item.type == "plain") == offered
 
 
-# In each shell: the line of docs/start.md is read, TAB is pressed behind these words, what it offers is printed.
+# In each shell: the line of docs/installing.md is read, TAB is pressed behind these words, what it offers is printed.
 PRESS = {
     "bash": """
 eval "$(_FLEET_TRAIN_COMPLETE=bash_source fleet_train)"
@@ -239,7 +239,7 @@ def test_a_shell_completes_after_the_line_of_the_docs(shell: str, tmp_path: Path
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     line = next(line for line in PRESS[shell].splitlines() if "_source" in line)
-    assert line in (ROOT / "docs/start.md").read_text()
+    assert line in (ROOT / "docs/installing.md").read_text()
     (tmp_path / "press").write_text(PRESS[shell])
     (tmp_path / "fleet_train").write_text(f'#!/bin/sh\nexec {sys.executable} -m fleet_train "$@"\n')
     (tmp_path / "fleet_train").chmod(0o755)

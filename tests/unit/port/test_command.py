@@ -9,6 +9,8 @@ from click.testing import CliRunner, Result
 
 from fleet_train.cli import cli
 from fleet_train.errors import GUIDE, ConversionError, DataError
+from tests.support.commands import fenced_blocks
+from tests.support.processes import ROOT
 
 OLD = "import paddle.fluid as fluid\ny = fluid.layers.mean(x)\n"
 NEW = "import paddle\ny = paddle.mean(x)\n"
@@ -198,3 +200,13 @@ def test_write_and_check_exclude_each_other(folder: Path) -> None:
     result = run("--write", "--check", folder)
     assert result.exit_code == 2
     assert "give only one of them" in result.stderr
+
+
+def test_the_page_of_old_programs_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (shown,) = fenced_blocks((ROOT / "docs" / "old-programs.md").read_text(), "text")
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("".join(f"{line[1:]}\n" for line in shown.splitlines() if line[0] in " -"))
+    result = run("train.py")
+    printed = [*result.stdout.splitlines(), *result.stderr.splitlines()]
+    assert [line for line in shown.splitlines() if line not in printed] == []
+    assert printed[3 : 3 + len(shown.splitlines()) - 1] == shown.splitlines()[:-1]
