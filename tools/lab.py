@@ -1,7 +1,7 @@
 """A network lab on one machine: nodes are network namespaces on a bridge, each with a link of limited rate.
 
     python tools/lab.py up --nodes 4 --rate 1gbit
-    python tools/lab.py up --rate 100mbit --rtt 20     # sites that are far from each other: a ping takes 20 ms
+    python tools/lab.py up --name far --rate 100mbit --rtt 20     # sites far from each other: a ping takes 20 ms
     python tools/lab.py exec 0 -- ping -c 1 10.78.0.2
     python tools/lab.py down
 
@@ -100,7 +100,7 @@ class Lab:
             for node in self.nodes:
                 self._make_node(node)
         except BaseException:
-            take_down(self.name)
+            self.down()
             raise
 
     def down(self) -> None:
@@ -152,7 +152,7 @@ class Lab:
     def _make_distance(self) -> None:
         command = [sys.executable, str(_DISTANCE), f"{self.rtt / 2e3:g}", *(f"port{node.index}" for node in self.nodes)]
         within = ["ip", "netns", "exec", self.switch, *command]
-        started = subprocess.Popen(
+        self._distance = started = subprocess.Popen(
             within, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         )
         assert started.stdout is not None
@@ -160,7 +160,6 @@ class Lab:
         if started.stdout.readline() != "ready\n":
             raise LabError(f"the lab's rtt needs taps: {started.stderr.read().strip().splitlines()[-1:]}")
         os.setpriority(os.PRIO_PROCESS, started.pid, -20)
-        self._distance = started
 
     def _make_switch(self) -> None:
         _run("ip", "-n", self.switch, "link", "add", "br0", "type", "bridge", "forward_delay", "0")

@@ -77,6 +77,8 @@ RUN = [
         "--epochs 2 --output_dir runs/two": "2 rank(s) on 1 node(s)",
     },
     {  # docs/data.md; its first block of Python makes the images
+        "python -m fleet_train train --model ResNet18 --data_dir ./images --image_size 32 --epochs 1 --batch_size 8 "
+        "--workers 1 --output_dir runs/folder": "ResNet18 on ./images: 1 rank(s)",
         "python -m fleet_train launch --nproc_per_node=2 --log_dir runs/images/log -m fleet_train train --model "
         "ResNet18 --data_dir ./images --image_size 32 --epochs 1 --batch_size 8 --workers 1 --output_dir runs/images": (
             "ResNet18 on ./images: 2 rank(s)"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,3 +48,16 @@ def test_a_rank_that_waits_for_ever_is_reported_as_readme_shows(tmp_path: Path) 
     assert ended.exit_code == 11, ended.output
     lines = {told(line) for line in ended.output.splitlines()}
     assert {told(line) for line in TEXTS[1].splitlines()} - lines == set(), ended.output
+
+
+def test_the_command_that_make_leaves_is_the_module_from_any_folder(tmp_path: Path) -> None:
+    script = Path(sys.executable).with_name("fleet_train")
+    if not script.exists():
+        message = f"{script.parent} has no fleet_train: it was not made by make"
+        pytest.fail(message) if os.environ.get("CI") else pytest.skip(message)
+    environ = {name: value for name, value in clean_environ().items() if name != "PYTHONPATH"}
+    shown = [
+        subprocess.run([*command, "--version"], cwd=folder, env=environ, capture_output=True, text=True, check=True)
+        for command, folder in (([str(script)], tmp_path), ([sys.executable, "-m", "fleet_train"], ROOT))
+    ]
+    assert shown[0].stdout == shown[1].stdout != ""

@@ -18,7 +18,7 @@ from tools.benchmarks import labs, pictures, quote, report, step, strategies
 from tools.benchmarks.contestants import chosen_contestants, family_of
 from tools.benchmarks.networks import PaddleKit, build
 from tools.benchmarks.ranks import Window, window_of
-from tools.benchmarks.record import FOLDER, Keep, Record, all_records, circumstances, quotable
+from tools.benchmarks.record import FOLDER, Keep, Record, all_records, circumstances, quotable, told_network
 from tools.benchmarks.tasks import TASKS, Batches, Judge, auc, bits_per_byte, sources
 
 TASK = dataclasses.replace(TASKS["bytes"], steps=10, targets=(3.6, 3.45, 3.35))
@@ -327,6 +327,12 @@ def test_the_network_of_clicks_is_deepfm_and_that_of_bytes_looks_at_nothing_ahea
     one, two = (reader(paddle.to_tensor(each)).numpy() for each in (text, other))
     np.testing.assert_allclose(one[:, :40], two[:, :40], atol=1e-6)
     assert np.abs(one[:, 40:] - two[:, 40:]).max() > 1e-4
+
+
+def test_a_network_is_told_as_people_say_it() -> None:
+    told = {"100mbit": "at 100 Mb/s", "2.5gbit": "at 2.5 Gb/s", "none": "without a limit"}
+    told |= {"100mbit-20ms": "at 100 Mb/s with a ping of 20 ms"}
+    assert {name: told_network(name) for name in told} == told
 
 
 def test_scores_at_equal_steps_are_the_mean_over_the_last_period() -> None:

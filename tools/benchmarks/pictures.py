@@ -8,14 +8,13 @@ from statistics import fmean
 from typing import Any
 
 from tools.benchmarks.contestants import ALONE, AVERAGE_ONCE, NOTHING, OURS, PICTURED, parse
-from tools.benchmarks.record import network_named
+from tools.benchmarks.record import network_named, told_network
 from tools.benchmarks.report import Curve, Mean, middle, paired, score_of, shown, turns_of
 
 COLOURS = ("#888888", "#b07a4f", "#2ca02c", "#d62728", "#1f4e79", "#ff7f0e", "#17a2b8", "#9467bd", "#e377c2")
 _OF_STEPS = (("compute", "computing alone", "#2f5d8c"), ("exposed", "exposed: what communication adds", "#f2a65a"))
 # Of the picture's height, what a label takes at least.
 _BETWEEN_LABELS = 0.05
-_NETWORKS = {"none": "without a limit", "100mbit": "at 100 Mb/s", "1gbit": "at 1 Gb/s"}
 
 
 def picture(record: Mapping[str, Any]) -> str:
@@ -47,8 +46,8 @@ def picture(record: Mapping[str, Any]) -> str:
 def title(record: Mapping[str, Any]) -> str:
     """What came out: our first at the middle target beside PyTorch DDP's best; without targets our fastest step."""
     lab, score, summary = record["lab"], score_of(record), record["summary"]
-    network = network_named(lab)
-    where = f"{record['task']['name']}, {lab['nodes']} machines {_NETWORKS.get(network, network)}, CPU and Gloo"
+    network = told_network(network_named(lab))
+    where = f"{record['task']['name']}, {lab['nodes']} machines {network}, CPU and Gloo"
     ours = [name for name in summary if name.startswith(f"{OURS}:")]
     told = []
     for name in ours:

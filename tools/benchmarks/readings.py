@@ -10,10 +10,10 @@ from typing import Any
 from tools.benchmarks import embeddings, labs, step
 from tools.benchmarks.contestants import ALONE, NOTHING, TORCH
 from tools.benchmarks.embeddings import DENSE_SIDE, ROWS_SIDE
+from tools.benchmarks.record import told_network
 
 Content = Any  # a record's JSON
 Values = Callable[[Content], Sequence[object]]
-_AT = {"100mbit": "at 100 Mb/s", "1gbit": "at 1 Gb/s", "none": "without a limit"}
 
 
 def nothing(record: Content) -> Sequence[object]:
@@ -337,10 +337,10 @@ def errors(record: Content) -> Sequence[object]:
     networks = record["networks"]
     rows = [row for rate, rounds in networks.items() for row in labs.rows_of(rate, rounds)]
     trials = [
-        (100 * abs(one["predicted_ms"] / one["measured_ms"] - 1), f"`{one['name']}` {_AT[rate]}")
+        (100 * abs(one["predicted_ms"] / one["measured_ms"] - 1), f"`{one['name']}` {told_network(rate)}")
         for rate, rounds in networks.items() for made in rounds for one in labs.tried(made)
     ]  # fmt: skip
-    medians = [(100 * row.error, f"`{row.name}` {_AT[row.rate]}") for row in rows]
+    medians = [(100 * row.error, f"`{row.name}` {told_network(row.rate)}") for row in rows]
     (worst, whose), (worst_median, whose_median) = max(trials), max(medians)
     far = sum(error > 20 for error, _ in trials)
     own = [len(trials), _median([error for error, _ in trials]), worst, whose, far]

@@ -154,6 +154,17 @@ def network_named(lab: Mapping[str, Any]) -> str:
     return str(lab["rate"]) + (f"-{lab['rtt']:g}ms" if lab.get("rtt") else "")
 
 
+_UNITS = {"kbit": "kb/s", "mbit": "Mb/s", "gbit": "Gb/s"}
+
+
+def told_network(name: str) -> str:
+    """`network_named` for people: ``at 100 Mb/s``, ``at 100 Mb/s with a ping of 20 ms``, ``without a limit``."""
+    rate, _, ping = name.partition("-")
+    unit = next((unit for unit in _UNITS if rate.endswith(unit)), None)
+    limit = f"at {rate.removesuffix(unit)} {_UNITS[unit]}" if unit else "without a limit"
+    return f"{limit} with a ping of {ping.removesuffix('ms')} ms" if ping else limit
+
+
 @dataclass(frozen=True)
 class Record:
     """One ``.json`` of docs/benchmarks."""

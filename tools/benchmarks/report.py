@@ -167,7 +167,7 @@ def seconds_to(curve: Curve, score: Score, target: float) -> float | None:
 
 
 def ddp_of(turns: Mapping[str, Turns]) -> str | None:
-    """The fastest of PyTorch DDP's bucket sizes."""
+    """The fastest of PyTorch DDP's settings: bucket sizes, and sparse gradients of tables."""
     return _fastest(DDP, turns)
 
 
@@ -204,7 +204,7 @@ def step_ms(turns: Turns) -> float:
 def summarised(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Every contestant's figures; None where there is nothing to compare with.
 
-    ``ratio``: its step over that of PyTorch DDP's best bucket size; ``twin``: the fastest PyTorch contestant of the
+    ``ratio``: its step over that of the best of PyTorch DDP's settings; ``twin``: the fastest PyTorch contestant of the
     same kind. ``compute_ms``, ``exposed_ms``, ``hidden_ms``: of a step, computing alone, what communication adds, and
     what of the wire's time computing hides. Scores, and seconds to the targets, are means with standard errors, and
     ``score_over``, ``time_over`` what they are beside DDP's best of the same round.

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tools.benchmarks.contestants import COMPRESSED, LOCAL, OURS, PICTURED
-from tools.benchmarks.record import Record
+from tools.benchmarks.record import Record, told_network
 from tools.benchmarks.report import middle, paired, shown
 
-_NETWORKS = {"100mbit": "100 Mb/s", "1gbit": "1 Gb/s"}
 _SENTENCES = {
     "en": "At {network}, a small language model on two machines reaches {target} bits per byte in {ours} of the time "
     "that the best of PyTorch DDP's settings takes; the best rivals that compress or train locally take {rivals}.\n"
@@ -48,7 +47,7 @@ def sentence(language: str, network: str, record: Record, beside: Record | None)
 
     ours = sorted((name for name in PICTURED if name.startswith(f"{OURS}:") and name in summary), key=seconds)
     return _SENTENCES[language].format(
-        network=_NETWORKS[network],
+        network=told_network(network).removeprefix("at "),
         target=f"{to(ours[0])['target']:g}",
         ours=_AND[language].join(map(told, ours[:2])),
         rivals=_AND[language].join(told(shown(each, content)) for each in (COMPRESSED, LOCAL)),
