@@ -175,7 +175,8 @@ def test_ranks_of_mpirun_resume_to_the_same_bits(
 @pytest.mark.root
 @pytest.mark.mpi
 def test_the_doctor_examines_the_nodes_of_mpirun(job: Job, machines: Machines, agent: Path, tmp_path: Path) -> None:
-    command = [*mpich(machines, agent, per_node=1), sys.executable, "-m", "fleet_train", "doctor", "--only=network"]
+    doctor = [sys.executable, "-m", "fleet_train", "doctor", "--only=network", "--verbose"]
+    command = [*mpich(machines, agent, per_node=1), *doctor]
     started = job.start("doctor", command, clean_environ(_AS_ROOT | {"FLEET_TEST_KILL": "never"}), tmp_path / "here")
     assert started.process.wait(timeout=100) == 0, started.output
     assert "PASS  port  2 pairs: " in started.output
