@@ -58,7 +58,6 @@ _DEFAULTS = {
     "bandwidth_mbps": 1000.0,
     "inside_latency_us": 30.0,
     "inside_bandwidth_mbps": 10000.0,
-    "compute_ms": 0.0,
 }
 _LINKS = (
     "fleet_train recommend measures the links for what it proposes, doctor --ips A,B those between machines; "
@@ -101,7 +100,9 @@ def _positive(flag: str, help_text: str) -> Callable[[Command], Command]:
 @_positive("--bandwidth_mbps", "Between nodes: 10^6 bits per second of a node in each direction.")
 @_positive("--inside_latency_us", "The same inside a node.")
 @_positive("--inside_bandwidth_mbps", "The same inside a node, per rank.")
-@_positive("--compute_ms", "Computing time of a step without communication.")
+@click.option(
+    "--compute_ms", type=NumberRange(min=0), help="Computing time of a step without communication.  [default: 0]"
+)
 @click.option("--backward_share", type=NumberRange(0, 1), help="Its share in the backward pass.  [default: two thirds]")
 @click.option("--batch_size", type=WholeNumberRange(0), default=0, help="Samples per rank and step, for samples/s.")
 @click.option(
@@ -228,7 +229,7 @@ def _conditions(batch_size: int, backward_share: float | None, **given: float | 
             Link(values["latency_us"] / 1e6, values["bandwidth_mbps"] * 1e6 / 8),
             Link(values["inside_latency_us"] / 1e6, values["inside_bandwidth_mbps"] * 1e6 / 8),
         ),
-        Compute.of(values["compute_ms"] / 1e3, BACKWARD_SHARE if backward_share is None else backward_share),
+        Compute.of(float(given["compute_ms"] or 0) / 1e3, BACKWARD_SHARE if backward_share is None else backward_share),
         batch_size,
         tuple(f"--{name} {default:g}" for name, default in _DEFAULTS.items() if given[name] is None),
     )

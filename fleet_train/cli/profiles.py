@@ -42,14 +42,15 @@ def command(profile: str | None, everything: bool, compatibility: bool, as_json:
     """
     if compatibility and profile is not None:
         raise click.UsageError(f"--compatibility is one table for all profiles; leave out {profile!r}")
+    if everything and (compatibility or profile is not None):
+        raise click.UsageError("--all lists all profiles: give it without a profile and without --compatibility")
     from fleet_train.cli import profile_tables as tables
 
     if compatibility:
         click.echo(json.dumps(tables.pairs(), indent=2) if as_json else tables.compatibility_table(_width()))
     elif profile is None:
-        click.echo(
-            json.dumps(tables.catalogue(), indent=2) if as_json else tables.catalogue_table(_width(), everything)
-        )
+        shown = json.dumps(tables.catalogue(), indent=2) if as_json else tables.catalogue_table(_width(), everything)
+        click.echo(shown)
     else:
         from fleet_train.profile import load_profile
 

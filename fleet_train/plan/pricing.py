@@ -119,8 +119,7 @@ def _conditions_lines(conditions: Conditions) -> list[str]:
     ]
     total = conditions.compute.total
     lines.append(f"computing: {total * 1e3:g} ms" if total else "computing: not given (--compute_ms, of one process)")
-    given = [each for each in conditions.assumed if total or not each.startswith("--compute_ms")]
-    assumed = f" (assumed, not given: {', '.join(given)})" if given else ""
+    assumed = f" (assumed, not given: {', '.join(conditions.assumed)})" if conditions.assumed else ""
     return ["; ".join(lines) + assumed]
 
 

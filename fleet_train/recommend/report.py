@@ -279,7 +279,7 @@ def _supervise(peers: Peers, options: RecommendOptions, folder: Path, output: Pa
     results = RecommendSupervisor(peers, options).run()
     peers.show(f"\n{describe(results, options, cluster)}")
     if cluster.rank == 0 and pick(results, options) is not None:
-        command = shlex.join(["python", "-m", "fleet_train", "recommend", *arguments_of(options, folder, output)])
+        command = shlex.join(["fleet_train", "recommend", *arguments_of(options, folder, output)])
         publish_where_linked(output, profile_text(results, options, cluster, command).encode())
         peers.show(f"written: {output}; train with: fleet_train launch --strategy {output} ...")
     return to_json(results, options, cluster)

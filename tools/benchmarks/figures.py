@@ -160,14 +160,14 @@ FIGURES = (
     Figure("docs/methods.md", "joint-batch", readings.joint_batch,
            "{:.3f} times for [a small transformer](benchmarks/{name}.md), whose step takes {:.0f} ms"),
     Figure("docs/memory.md", "embeddings", readings.rows_sent,
-           "A rank touches about {0:,.0f} rows and sends {1:.1f} MB of DeepFM's {2:.0f} MB on two ranks."),
+           "A rank touches about {:,.0f} rows and sends {:.1f} MB of DeepFM's {:.0f} MB on two ranks."),
     Figure("docs/memory.md", "embeddings", readings.row_steps(DENSE_SIDE),
            "A step takes, of one with whole tables, {:.2f} to {:.2f} with SGD and {:.2f} to {:.2f} with Adam"),
     Figure("docs/memory.md", "embeddings", readings.row_steps(f"{TORCH}:sparse"),
            "Of PyTorch's DDP with `sparse=True` it takes {:.2f} to {:.2f} with SGD; with Adam {:.1f} to {:.1f}, "
            "because PyTorch's SparseAdam leaves untouched rows alone. {} rounds"),
     Figure("docs/memory.md", "embeddings", readings.differences,
-           "On four ranks a bias was off by {4} to {5} of one process's in {6} of {3} turns, {8} of them with whole "
+           "On four ranks a bias was off by {1} to {2} of one process's in {3} of {0} turns, {4} of them with whole "
            "tables."),
     Figure("docs/methods.md", "codec", readings.codec,
            "numpy codes and decodes in {:.1f} (`int8`) and {:.1f} (`int4`) times the processor time "
@@ -180,13 +180,13 @@ FIGURES = (
            "8 images on each of 2 ranks over loopback: {:.2f} of the plain step ({:.2f} to {:.2f} in {} rounds); three "
            "convolutions with 32 images: {:.2f} ([record](benchmarks/{name}.md)"),
     Figure("docs/planning.md", "prediction", readings.errors,
-           "Of the {0} trials, the median error is {1:.1f} % and the worst {2:.0f} % ({3}); {4} are off by more than "
+           "Of the {} trials, the median error is {:.1f} % and the worst {:.0f} % ({}); {} are off by more than "
            "20 %."),
     Figure("docs/planning.md", "prediction", readings.orders,
            "The rank correlation of predicted and measured steps (Spearman's) is {:.2f} at 100 Mb/s, {:.2f} at 1 Gb/s "
            "and {:.2f} without a limit."),
     Figure("docs/planning.md", "prediction", readings.picks,
-           "In {0} of the {1} rounds, the best of the {2} profiles that `recommend` tries by default was within 1 % "
+           "In {} of the {} rounds, the best of the {} profiles that `recommend` tries by default was within 1 % "
            "of the best of all."),
     Figure("docs/planning.md", "sharding", readings.headers,
            "An interface with segmentation offload, as in the lab, counts {:.1f} to {:.1f} %."),

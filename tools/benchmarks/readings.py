@@ -38,9 +38,9 @@ def _none(count: int) -> object:
     return count or "none"
 
 
-def _power(value: float, digits: int = 0) -> str:
+def _power(value: float) -> str:
     """1e-6, as pages write it."""
-    return f"{value:.{digits}e}".replace("e-0", "e-")
+    return f"{value:.0e}".replace("e-0", "e-")
 
 
 def checkpoint(record: Content) -> list[object]:
@@ -266,13 +266,12 @@ def sharding(record: Content) -> Sequence[float]:
 
 
 def rows_sent(record: Content) -> list[object]:
-    """Rows of a rank, MB of DeepFM with rows and whole on 2 ranks, and bytes over what has to be sent."""
+    """Rows of a rank; MB of DeepFM with rows and whole on 2 ranks."""
     mine = [turn for turn in record["turns"] if turn["side"] == ROWS_SIDE]
     sent = [_median([turn["sent_bytes"] for turn in record["turns"]
                        if (turn["model"], turn["ranks"], turn["side"]) == ("deepfm", 2, side)]) / 1e6
             for side in (ROWS_SIDE, DENSE_SIDE)]  # fmt: skip
-    shares = [embeddings.shares_of_ideal(turns)[0] for turns in _settings(mine)]
-    return [round(_median([turn["touched_rows"] for turn in mine]), -2), *sent, *_ends(shares)]
+    return [round(_median([turn["touched_rows"] for turn in mine]), -2), *sent]
 
 
 def headers(record: Content) -> Sequence[float]:
@@ -306,19 +305,11 @@ def row_steps(other: str) -> Values:
 
 
 def differences(record: Content) -> list[object]:
-    """Steps; on 2 ranks, whether no bit differs; on 4, turns to 1e-6 and all; of the others the least and the most, how
-    many, of which models, and with whole tables; the largest of PyTorch and Horovod."""
-    turns = [turn for turn in record["turns"] if not turn["side"].startswith(ALONE)]
-    ours = [turn for turn in turns if turn["side"] in (ROWS_SIDE, DENSE_SIDE)]
-    on_two, on_four = ([turn for turn in ours if turn["ranks"] == ranks] for ranks in (2, 4))
-    same = "had" if not any(turn["difference"]["absolute"] for turn in on_two) else "did not have"
+    """Of our turns on 4 ranks: all; of those beyond 1e-6 the least and the most, how many, and with whole tables."""
+    on_four = [turn for turn in record["turns"] if turn["ranks"] == 4 and turn["side"] in (ROWS_SIDE, DENSE_SIDE)]
     off = [turn for turn in on_four if turn["difference"]["relative"] > 1e-6]
     least, most = (_power(end) for end in _ends([turn["difference"]["relative"] for turn in off]))
-    models = " and ".join(sorted({turn["model"] for turn in off})).replace("deepfm", "DeepFM")
-    dense = sum(turn["side"] == DENSE_SIDE for turn in off)
-    rivals = max(turn["difference"]["relative"] for turn in turns if turn["ranks"] == 4 and turn not in ours)
-    fine = len(on_four) - len(off)
-    return [record["steps"], same, fine, len(on_four), least, most, len(off), models, dense, _power(rivals, 1)]
+    return [len(on_four), least, most, len(off), sum(turn["side"] == DENSE_SIDE for turn in off)]
 
 
 def trials(rate: str, *profiles: str) -> Values:
@@ -332,19 +323,15 @@ def trials(rate: str, *profiles: str) -> Values:
 
 
 def errors(record: Content) -> Sequence[object]:
-    """Trials; their median and worst error, and whose it is; how many are off by more than 20 %; the same of medians
-    over rounds, without the last."""
-    networks = record["networks"]
-    rows = [row for rate, rounds in networks.items() for row in labs.rows_of(rate, rounds)]
+    """Trials; their median and worst error, and whose it is; how many are off by more than 20 %."""
     trials = [
         (100 * abs(one["predicted_ms"] / one["measured_ms"] - 1), f"`{one['name']}` {told_network(rate)}")
-        for rate, rounds in networks.items() for made in rounds for one in labs.tried(made)
+        for rate, rounds in record["networks"].items() for made in rounds for one in labs.tried(made)
     ]  # fmt: skip
-    medians = [(100 * row.error, f"`{row.name}` {told_network(row.rate)}") for row in rows]
-    (worst, whose), (worst_median, whose_median) = max(trials), max(medians)
-    far = sum(error > 20 for error, _ in trials)
-    own = [len(trials), _median([error for error, _ in trials]), worst, whose, far]
-    return [*own, len(medians), _median([error for error, _ in medians]), worst_median, whose_median]
+    worst, whose = max(trials)
+    return [
+        len(trials), _median([error for error, _ in trials]), worst, whose, sum(error > 20 for error, _ in trials),
+    ]  # fmt: skip
 
 
 def orders(record: Content) -> list[float]:
@@ -355,10 +342,10 @@ def orders(record: Content) -> list[float]:
 
 def picks(record: Content) -> list[object]:
     """Of the rounds: those in which the best of the default number of trials is within 1 % of the best of all; all;
-    that number; by how many percent the farthest is above it."""
+    that number."""
     rounds = [labs.best_by_default_and_of_all(made) for networks in record["networks"].values() for made in networks]
     above = [100 * (pick["measured_ms"] / best["measured_ms"] - 1) for pick, best in rounds]
-    return [sum(each <= 1 for each in above), len(above), labs.BY_DEFAULT, max(above)]
+    return [sum(each <= 1 for each in above), len(above), labs.BY_DEFAULT]
 
 
 def batch_norm(record: Content) -> list[object]:

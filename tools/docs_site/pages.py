@@ -89,7 +89,7 @@ def _documented(folder: Path) -> Iterator[Path]:
 
 def command_line_page() -> str:
     """One section for each command, in the order of ``fleet_train --help``."""
-    top = click.Context(cli, info_name="python -m fleet_train", terminal_width=WIDTH, max_content_width=WIDTH)
+    top = click.Context(cli, info_name="fleet_train", terminal_width=WIDTH, max_content_width=WIDTH)
     helps = {"fleet_train": cli.get_help(top)}
     for name in cli.list_commands(top):
         if command := cli.get_command(top, name):

@@ -20,12 +20,8 @@ def test_no_alarm_where_nothing_is_wrong_and_the_first_node_prints_the_report(tw
         (tmp_path / f"node{node}").mkdir()
         (tmp_path / f"node{node}" / "train.py").write_text("lr = 0.1\n")
     flags = ("--strategy", "multi_node", "--script", "train.py", "--log_dir", str(tmp_path / "log"))
-    flags = (
-        *flags,
-        "--verbose",
-        "--skip",
-        "group",
-    )  # which takes longer than it should where others use the processors
+    # Forming a group takes longer than it should where others use the processors.
+    flags = (*flags, "--verbose", "--skip", "group")
     first, second = examine(tmp_path, two, [HEALTHY, HEALTHY], *flags)
     assert first.alarms == second.alarms == []
     assert (first.ended.exit_code, second.ended.exit_code) == (0, 0)

@@ -110,6 +110,9 @@ def test_six_profiles_come_first_and_the_others_where_they_are_asked_for() -> No
     assert "unfused" not in short
     everything = CliRunner().invoke(command, ["--all"]).output
     assert all(f"\n{name} " in everything for name in CATALOGUE)
+    for beside in ("multi_node", "--compatibility"):
+        refused = CliRunner().invoke(command, ["--all", beside])
+        assert (refused.exit_code, "--all lists all profiles" in refused.output) == (2, True)
 
 
 def test_the_command_shows_a_profile_as_json() -> None:
